@@ -1,0 +1,165 @@
+"""Products and whole models against dense arithmetic, on many shapes and dtypes: too many for a lesson."""
+from dataclasses import replace
+import jax, jax.numpy as jnp, ml_dtypes, numpy as np, pytest
+import dense
+from lorajax import ops
+from lorajax.adapters import Adapter, LoraPair, load_adapter, random_adapter, save_adapter
+from lorajax.base import random_base
+from lorajax.core import ModelConfig, Refused, Sampling, module_shapes
+from lorajax.generate import generate, stream
+from lorajax.model import KV, Linear, random_tensors
+from lorajax.working_set import working_set
+
+M0 = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=512)
+LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+GREEDY = Sampling(max_new_tokens=12, ignore_eos=True)
+
+def last_logits(base, ids, adapter=None):
+    "One prompt's logits at its last position, through the decoder itself."
+    n = len(ids)
+    out, _ = base.decoder(jnp.array([ids]), jnp.arange(n)[None], jnp.array([n - 1]), KV.zeros(base.config, 1, n, base.dtype),
+                          jnp.array([1 if adapter else 0]), working_set([adapter] if adapter else [], base.config, base.dtype))
+    return np.asarray(out[0])
+
+@pytest.mark.parametrize('backend', ['xla', 'ref'])
+@pytest.mark.parametrize('width', [32, 48])
+@pytest.mark.parametrize('tokens', [1, 7])
+def test_B26_any_rank_alone_and_mixed(backend, width, tokens):
+    rng, ranks = np.random.default_rng(0), [1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 512]
+    pairs = [LoraPair(rng.normal(size=(r, width)).astype('f4'), rng.normal(size=(40, r)).astype('f4'), 16 / r) for r in ranks]
+    x = rng.normal(size=(tokens, width)).astype('f4')
+    config = replace(M0, width=width, n_layers=1)
+    path = 'model.layers.0.self_attn.q_proj'
+    shapes = {path: (width, 40)}
+    def product(chosen, slots):
+        from lorajax.working_set import _module_rows
+        a, b, owner = _module_rows([Adapter(f'r{p.rank}', {path: p}) for p in chosen], [path], shapes[path], np.float32)
+        return np.asarray(ops.lora(jnp.array(x), jnp.array(a[0]), (jnp.array(b[0]),), jnp.array(owner), jnp.array(slots), backend=backend)[0])
+    want = lambda p, x: p.scale * (p.b.astype('f8') @ (p.a.astype('f8') @ x.astype('f8')))
+    for p in pairs:
+        expected = np.stack([want(p, t) for t in x])
+        np.testing.assert_allclose(product([p], [1] * tokens), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    for first in range(len(ranks)):
+        slots = [(first + t) % (len(ranks) + 1) for t in range(tokens)]
+        expected = np.stack([want(pairs[s-1], t) if s else np.zeros(40) for s,t in zip(slots, x)])
+        np.testing.assert_allclose(product(pairs, slots), expected, rtol=1e-5, atol=1e-5 * max(np.abs(expected).max(), 1))
+
+@pytest.mark.parametrize('targets', [LINEARS, ('q_proj',), ('v_proj', 'down_proj'), ('embed_tokens',), ('lm_head',), LINEARS + ('embed_tokens', 'lm_head')])
+@pytest.mark.parametrize('tied', [False, True])
+def test_logits_equal_the_dense_reference(targets, tied):
+    base = random_base(replace(M0, tied=tied))
+    adapter = random_adapter(base.config, rank=5, targets=targets)
+    w, ids = random_tensors(base.config), list(b'multi-LoRA serving')
+    for modules in ({}, adapter.modules):
+        expected = dense.logits(base.config, dense.merged(w, modules), ids)[-1]
+        np.testing.assert_allclose(last_logits(base, ids, adapter if modules else None), expected, atol=2e-4)
+    assert np.abs(last_logits(base, ids, adapter) - last_logits(base, ids)).max() > .1
+
+def test_B21_alpha_is_divided_by_the_rank(tmp_path):
+    config = ModelConfig(vocab_size=8, width=4, mlp_width=4, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4, max_len=8)
+    path = 'model.layers.0.self_attn.q_proj'
+    adapter = Adapter('ones', {path: LoraPair(np.ones((8, 4), 'f4'), np.ones((4, 8), 'f4'), 16 / 8)})
+    group = working_set([load_adapter(save_adapter(adapter, tmp_path/'ones'), config)], config, jnp.float32)['qkv']
+    for backend in ('xla', 'ref'):
+        q = ops.lora(jnp.ones((1, 4)), group.a[0], tuple(b[0] for b in group.bs), group.owner, jnp.array([1]), backend=backend)[0]
+        assert q.tolist() == [[64., 64., 64., 64.]]
+
+def test_B23_nan_next_to_live_rows_is_never_seen():
+    base = random_base(M0)
+    red = random_adapter(base.config, 'red', 4)
+    groups = working_set([red], base.config, jnp.float32)
+    assert all((np.asarray(g.owner) == -1).sum() for g in groups.values()), 'a rank of 4 leaves padding rows'
+    for g in groups.values():
+        unused = np.asarray(g.owner) == -1
+        assert not np.asarray(g.a)[:, unused].any() and not any(np.asarray(b)[:, np.asarray(g.owner[:b.shape[1]]) == -1].any() for b in g.bs[:1])
+    x, a, b = jnp.ones((2, 4)), jnp.array([[1.] * 4, [jnp.nan] * 4]), jnp.ones((2, 3))
+    for backend in ('xla', 'ref'):
+        y = ops.lora(x, a, (b,), jnp.array([1, -1]), jnp.array([1, 0]), backend=backend)[0]
+        assert y.tolist() == [[4.] * 3, [0.] * 3]
+
+def test_B23_weights_that_would_overflow_are_refused_not_spread():
+    base, path = random_base(M0), 'model.layers.0.self_attn.q_proj'
+    huge = Adapter('huge', {path: LoraPair(np.ones((1, 32), 'f4'), np.full((32, 1), 3e38, 'f4'), 8.)})
+    with pytest.raises(Refused, match="'huge': its weights at model.layers.0.self_attn.q_proj overflow"):
+        generate(base, ['a', 'b'], [None, huge], GREEDY)
+
+def test_B24_rows_with_and_without_adapter_do_not_touch_each_other():
+    base, w = random_base(M0), random_tensors(M0)
+    red, blue = (random_adapter(M0, n, r, LINEARS, seed=s) for n,r,s in (('red', 4, 1), ('blue', 11, 2)))
+    prompts, use = ['a', 'bc', 'some words', 'x' * 33, 'y' * 300, 'last one'], [None, red, None, blue, red, None]
+    alone = [generate(base, [p], [u], GREEDY)[0].tokens for p,u in zip(prompts, use)]
+    assert [c.tokens for c in generate(base, prompts, use, GREEDY)] == alone
+    assert [c.tokens for c in generate(base, prompts[::-1], use[::-1], GREEDY)] == alone[::-1]
+    for p,u,tokens in zip(prompts[:4], use, alone):
+        assert dense.greedy(M0, dense.merged(w, u.modules if u else {}), list(p.encode()), 12) == list(tokens)
+    one_prompt = generate(base, ['same'] * 3, [None, red, blue], GREEDY)
+    assert len({c.tokens for c in one_prompt}) == 3, 'the adapters must be strong enough to tell rows apart'
+
+def test_B28_adapter_on_a_tied_head_leaves_the_embedding_alone():
+    base = random_base(replace(M0, tied=True))
+    before = base.tensor('model.embed_tokens.weight').copy()
+    head, w, ids = random_adapter(base.config, 'head', 4, ('lm_head',)), random_tensors(base.config), list(b'tied')
+    expected = dense.logits(base.config, w | {'lm_head.weight': w['model.embed_tokens.weight'] + head.modules['lm_head'].delta}, ids)[-1]
+    np.testing.assert_allclose(last_logits(base, ids, head), expected, atol=2e-4)
+    np.testing.assert_array_equal(base.tensor('model.embed_tokens.weight'), before)
+    both = dense.logits(base.config, {**w, 'model.embed_tokens.weight': w['model.embed_tokens.weight'] + head.modules['lm_head'].delta}, ids)[-1]
+    assert np.abs(both - expected).max() > .1, 'adapting the embedding too must show'
+
+def bf16_ulp(x): return np.ldexp(1., np.frexp(np.maximum(np.abs(x), 1e-30))[1] - 8)
+
+@pytest.mark.parametrize('stored', ['float32', 'bfloat16', 'float16'])
+def test_B31_adapter_dtype_unlike_the_base(tmp_path, stored):
+    c, rng, path = replace(M0, n_layers=1), np.random.default_rng(0), 'model.layers.0.self_attn.o_proj'
+    a, b = rng.normal(size=(6, 32)).astype(stored), (1e-4 * rng.normal(size=(32, 6))).astype(stored)
+    b[0, 0] = np.dtype(stored).type(6e-8) # a float16 subnormal
+    adapter = load_adapter(save_adapter(Adapter('small', {path: LoraPair(a, b, 16 / np.sqrt(6))}), tmp_path/'small'), c)
+    assert adapter.modules[path].a.dtype == stored
+    np.testing.assert_array_equal(adapter.modules[path].b.astype('f4'), b.astype('f4'))
+    x, w = (rng.normal(size=s).astype(ml_dtypes.bfloat16) for s in ((9, 32), (32, 32)))
+    group = working_set([adapter], c, jnp.bfloat16)['o']
+    term, = ops.lora(jnp.array(x), group.a[0], (group.bs[0][0],), group.owner, jnp.ones(9, jnp.int32))
+    got = np.asarray(Linear(jnp.array(w))(jnp.array(x), term)).astype('f8')
+    wide = lambda m: m.astype('f8')
+    exact = wide(x) @ wide(w).T + 16 / np.sqrt(6) * (wide(x) @ wide(a).T) @ wide(b).T
+    assert (np.abs(got - exact) <= 2 * bf16_ulp(exact)).all()
+
+def test_sliding_window_forgets():
+    "A key outside the window can't change the answer, one inside does."
+    c = replace(M0, n_layers=1, windows=(4,))
+    base = random_base(c)
+    one, other_far, other_near = (last_logits(base, list(p)) for p in (b'abcdefgh', b'zzzdefgh', b'abcdezgh'))
+    np.testing.assert_allclose(one, other_far, atol=1e-5)
+    assert np.abs(one - other_near).max() > 1e-2
+
+@pytest.mark.parametrize('length', [15, 16, 17, 255, 256, 257, 490])
+def test_prompt_lengths_around_the_chunk(length):
+    "The same prompt in one piece through the decoder and in chunks through `generate` gives the same first token."
+    base = random_base(M0)
+    ids = np.random.default_rng(length).integers(0, 256, length).tolist()
+    neighbour = list(b'short')
+    first = generate(base, [neighbour, ids], sampling=Sampling(max_new_tokens=1, ignore_eos=True))[1].tokens[0]
+    assert first == last_logits(base, ids).argmax()
+
+def test_seeds_decide_and_are_fresh_by_default():
+    base = random_base(M0)
+    warm = lambda **kw: generate(base, ['abc'], sampling=Sampling(max_new_tokens=16, temperature=1., ignore_eos=True, **kw))[0].tokens
+    assert warm(seed=0) == warm(seed=0) != warm(seed=1)
+    assert len({warm() for _ in range(4)}) == 4
+
+def test_end_token_stops_its_row_only():
+    base = random_base(M0)
+    tokens = generate(base, ['ab'], sampling=GREEDY)[0].tokens
+    from dataclasses import replace as with_
+    stopping = with_(base, tokenizer=with_(base.tokenizer, eos_ids=(tokens[5],)))
+    stopped, other = generate(stopping, ['ab', 'zz'], sampling=replace(GREEDY, ignore_eos=False))
+    at = tokens.index(tokens[5])
+    assert stopped.tokens == tokens[:at+1] and stopped.finish == 'stop'
+    assert len(other.tokens) == 12 or other.finish == 'stop'
+
+def test_events_join_to_the_completion():
+    base = random_base(M0)
+    events = list(stream(base, ['ab', 'cd'], sampling=GREEDY))
+    whole = generate(base, ['ab', 'cd'], sampling=GREEDY)
+    for row in (0, 1):
+        assert ''.join(e.text for e in events if e.row == row) == whole[row].text == base.tokenizer.decode(whole[row].tokens, start=False)
+        assert [e.finish for e in events if e.row == row] == [None] * 11 + ['length']
