@@ -8,11 +8,17 @@ import math
 from dataclasses import dataclass, field
 
 # %% auto #0
-__all__ = ['LAYER_MODULES', 'Refused', 'RopeScaling', 'ModelConfig', 'module_shapes', 'Sampling']
+__all__ = ['EMBEDDING', 'HEAD', 'LAYER_MODULES', 'Refused', 'quoted', 'RopeScaling', 'ModelConfig', 'module_shapes', 'Sampling']
 
 # %% ../nbs/00_core.ipynb #dc3eaf48
 class Refused(ValueError):
     "What the caller gave can't be served exactly; the message names the thing and the remedy."
+
+# %% ../nbs/00_core.ipynb #c7709e3a
+def quoted(x) -> str:
+    "`x` as it goes into a message: quoted, and cut where a caller could make it endless."
+    text = repr(x)
+    return text if len(text) <= 120 else text[:117] + '...'
 
 # %% ../nbs/00_core.ipynb #1a7c31df
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class ModelConfig:
         return (self.windows[layer] if self.windows else 0) or self.max_len
 
 # %% ../nbs/00_core.ipynb #8dda1e2e
+EMBEDDING, HEAD = 'model.embed_tokens', 'lm_head' # the two modules outside the layers
 LAYER_MODULES = dict(q_proj='self_attn', k_proj='self_attn', v_proj='self_attn', o_proj='self_attn',
                      gate_proj='mlp', up_proj='mlp', down_proj='mlp')
 
@@ -61,7 +68,7 @@ def module_shapes(c:ModelConfig) -> dict[str, tuple[int, int]]: # dotted path ->
                   o_proj=(c.q_width, c.width), gate_proj=(c.width, c.mlp_width), up_proj=(c.width, c.mlp_width),
                   down_proj=(c.mlp_width, c.width))
     layers = {f'model.layers.{i}.{parent}.{m}': shapes[m] for i in range(c.n_layers) for m,parent in LAYER_MODULES.items()}
-    return {'model.embed_tokens': (c.vocab_size, c.width)} | layers | {'lm_head': (c.width, c.vocab_size)}
+    return {EMBEDDING: (c.vocab_size, c.width)} | layers | {HEAD: (c.width, c.vocab_size)}
 
 # %% ../nbs/00_core.ipynb #8b9c2e72
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@
 # %% ../nbs/09_model.ipynb #db3c03ab
 from __future__ import annotations
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax import Array
 from . import ops
 from .core import ModelConfig, module_shapes
-from .working_set import GROUPS, LoraGroup, working_set
+from .ops import LoraGroup
+from .working_set import GROUPS
 
 # %% auto #0
 __all__ = ['Linear', 'RMSNorm', 'rope_frequencies', 'rotate', 'KV', 'Layer', 'Decoder', 'pack', 'random_tensors']
@@ -23,9 +24,10 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(weight)
         self.bias = None if bias is None else nnx.Param(bias)
 
-    def sum32(self, x, term=None): # [T, in], [T, out] float32 -> [T, out] float32
-        y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    def sum32(self, x, term=None): # [B, S, in], [B, S, out] float32 -> [B, S, out] float32
+        y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), self.weight[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         if self.bias is not None: y += self.bias[...][None].astype(jnp.float32)
+        y = y.reshape(*x.shape[:-1], -1)
         return y if term is None else y + term
 
     def __call__(self, x, term=None): return self.sum32(x, term).astype(x.dtype)
@@ -86,26 +88,24 @@ class Layer(nnx.Module):
 
     def attention(self, x, attend, rope, lora): # [B, S, D] -> [B, S, D]
         c, (B, S, _) = self.c, x.shape
-        flat = self.attn_norm(x).reshape(B * S, c.width)
-        qkv = self.qkv(flat, lora('qkv', flat)).reshape(B, S, c.n_heads + 2 * c.n_kv_heads, c.head_dim)
+        h = self.attn_norm(x)
+        qkv = self.qkv(h, lora('qkv', h)).reshape(B, S, c.n_heads + 2 * c.n_kv_heads, c.head_dim)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
         if c.qk_norm: q, k = self.q_norm(q), self.k_norm(k)
-        y = attend(rotate(q, *rope), rotate(k, *rope), v).astype(x.dtype).reshape(B * S, c.q_width)
-        return self.o(y, lora('o', y)).reshape(B, S, c.width)
+        y = attend(rotate(q, *rope), rotate(k, *rope), v).astype(x.dtype).reshape(B, S, c.q_width)
+        return self.o(y, lora('o', y))
 
     def mlp(self, x, lora): # [B, S, D] -> [B, S, D]
-        flat = self.mlp_norm(x).reshape(-1, self.c.width)
-        gate, up = jnp.split(self.gate_up.sum32(flat, lora('gate_up', flat)), 2, axis=-1)
+        h = self.mlp_norm(x)
+        gate, up = jnp.split(self.gate_up.sum32(h, lora('gate_up', h)), 2, axis=-1)
         y = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return self.down(y, lora('down', y)).reshape(x.shape)
+        return self.down(y, lora('down', y))
 
 # %% ../nbs/09_model.ipynb #aef5e6de
 def _lora_terms(groups, slots, backend):
-    "A function from (group name, activations [T, in]) to the group's terms side by side, [T, sum of out] float32, or None."
+    "A function from (group name, activations [B, S, in]) to the group's terms side by side, [B, S, sum of out] float32, or None."
     def terms(name, x):
-        if name not in groups: return None
-        g = groups[name]
-        return jnp.concatenate(ops.lora(x, g.a, g.bs, g.owner, slots, backend=backend), axis=-1)
+        return jnp.concatenate(ops.lora(x, groups[name], slots, backend=backend), axis=-1) if name in groups else None
     return terms
 
 class Decoder(nnx.Module):
@@ -128,21 +128,19 @@ class Decoder(nnx.Module):
         backend:str|None=None, # for `ops.lora` and `ops.attend`
     ) -> tuple[Array, KV]: # [B, V] float32 logits; kv with the tokens' keys and values in it
         "One step: write the tokens' keys and values, attend, and score the next token of each row."
-        B, S = tokens.shape
-        token_slots = jnp.repeat(slots, S)
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.c)[None, None]
-        x = self._embed(tokens, groups.get('embed'), token_slots)
-        x, kv = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), positions, kv, token_slots, groups, backend)
-        h = self.norm(x[jnp.arange(B), last])
+        x = self._embed(tokens, groups.get('embed'), slots)
+        x, kv = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), positions, kv, slots, groups, backend)
+        h = self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1))
         head = self.head or Linear(self.embed[...])
-        return head.sum32(h, _lora_terms(groups, slots, backend)('head', h)), kv
+        return head.sum32(h, _lora_terms(groups, slots, backend)('head', h))[:, 0], kv
 
     def _embed(self, tokens, group, slots):
         x = self.embed[...][tokens]
         if group is None: return x
-        h = jnp.where(group.owner[None] == slots[:, None], group.a[tokens.reshape(-1)], 0)
-        term = jax.lax.dot_general(h, group.bs[0], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return (x.astype(jnp.float32) + term.reshape(x.shape)).astype(x.dtype)
+        h = jnp.where(group.owner[None, None] == slots[:, None, None], group.a[tokens], 0)
+        term = jnp.einsum('bsr,rd->bsd', h, group.bs[0], preferred_element_type=jnp.float32)
+        return (x.astype(jnp.float32) + term).astype(x.dtype)
 
     def _layers(self, x, rope, positions, kv, slots, groups, backend):
         graph, layers = nnx.split(self.layers)
@@ -156,7 +154,7 @@ class Decoder(nnx.Module):
                 kv = kv.write(i, positions, k, v)
                 return ops.attend(q, kv.k[i], kv.v[i], positions, window, backend=backend)
             layer = nnx.merge(graph, weights)
-            lora = _lora_terms({g: LoraGroup(*rows[g], groups[g].owner) for g in rows}, slots, backend)
+            lora = _lora_terms({g: replace(groups[g], a=a, bs=bs) for g,(a,bs) in rows.items()}, slots, backend)
             x += layer.attention(x, attend, rope, lora)
             x += layer.mlp(x, lora)
             return (x, kv), None

@@ -4,6 +4,7 @@
 
 # %% ../nbs/04_ops.ipynb #122da318
 from __future__ import annotations
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Callable, NamedTuple
 import jax, jax.numpy as jnp
@@ -12,27 +13,55 @@ from .core import Refused
 from .ref import lora_ref, attend_ref
 
 # %% auto #0
-__all__ = ['BACKENDS', 'lora_xla', 'lora_each', 'attend_xla', 'attend_xla_decode', 'Backend', 'choose', 'lora', 'attend']
+__all__ = ['BACKENDS', 'LoraGroup', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla', 'attend_xla_decode', 'Backend',
+           'choose', 'lora', 'attend']
 
 # %% ../nbs/04_ops.ipynb #91dc0ba1
-def lora_xla(
-    x:Array, # [T, in] one row per token
-    a:Array, # [R, in] rank rows of all modules that share the input, module after module
-    bs:tuple[Array, ...], # one [R_m, out_m] per module, R_m summing to R
-    owner:Array, # [R] int32 slot that owns each rank row; -1 for padding
-    slots:Array, # [T] int32 slot of each token; 0 for none
-) -> tuple[Array, ...]: # one [T, out_m] float32 per module
-    "The LoRA terms of modules that share an input: one masked product down, one product up per module."
-    h = jax.lax.dot_general(x, a, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    h = jnp.where(owner[None] == slots[:, None], h, 0.).astype(a.dtype)
-    ends = accumulate(b.shape[0] for b in bs)
-    return tuple(jax.lax.dot_general(h[:, n-b.shape[0]:n], b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-                 for n,b in zip(ends, bs))
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LoraGroup:
+    "Rank rows of every adapter in a batch, for `m` modules that share an input. A stack of layers has one more axis, `L`, first in `a` and `bs`."
+    a: Array # [R, in] module after module; for the embedding [V, R], so that a token id picks one row
+    bs: tuple[Array, ...] # m times [R_m, out_m], scale folded in; the R_m sum to R
+    owner: Array # [R] int32 slot of each rank row; -1 for padding
+    rows: tuple[Array, ...] # m times [slots, M_m] int32, each slot's rows of `bs[m]`, filled up with R_m; slot 0 has none
 
-def lora_each(x:Array, a:Array, bs:tuple[Array, ...], owner:Array, slots:Array) -> tuple[Array, ...]:
+# %% ../nbs/04_ops.ipynb #c7ac033d
+def _dot(x, y, cx, cy): return jax.lax.dot_general(x, y, (((cx,), (cy,)), ((), ())), preferred_element_type=jnp.float32)
+
+def lora_xla_decode(
+    x:Array, # [B, 1, in] one token per row
+    g:LoraGroup, # of one layer
+    slots:Array, # [B] int32 slot of each row; 0 for none
+) -> tuple[Array, ...]: # m times [B, 1, out_m] float32
+    "Every token with every rank row, then a mask: each weight is read once."
+    h = _dot(x[:, 0], g.a, 1, 1)
+    h = jnp.where(g.owner[None] == slots[:, None], h, 0.).astype(g.a.dtype)
+    ends = accumulate(b.shape[0] for b in g.bs)
+    return tuple(_dot(h[:, n-b.shape[0]:n], b, 1, 0)[:, None] for n,b in zip(ends, g.bs))
+
+# %% ../nbs/04_ops.ipynb #139d5237
+def lora_xla(
+    x:Array, # [B, S, in] tokens of each row
+    g:LoraGroup, # of one layer
+    slots:Array, # [B] int32 slot of each row; 0 for none
+) -> tuple[Array, ...]: # m times [B, S, out_m] float32
+    "Each row's tokens with its own slot's rank rows."
+    mine = [rows[slots] for rows in g.rows] # m times [B, M_m]
+    starts = [n - b.shape[0] for n,b in zip(accumulate(b.shape[0] for b in g.bs), g.bs)]
+    in_a = [jnp.where(i < b.shape[0], i + n, g.a.shape[0]) for i,n,b in zip(mine, starts, g.bs)]
+    a = g.a.at[jnp.concatenate(in_a, axis=1)].get(mode='fill', fill_value=0)
+    h = jnp.einsum('bsi,bri->bsr', x, a, preferred_element_type=jnp.float32).astype(a.dtype)
+    parts = jnp.split(h, list(accumulate(i.shape[1] for i in mine))[:-1], axis=2)
+    return tuple(jnp.einsum('bsr,bro->bso', part, b.at[i].get(mode='fill', fill_value=0), preferred_element_type=jnp.float32)
+                 for part,i,b in zip(parts, mine, g.bs))
+
+def lora_each(x:Array, g:LoraGroup, slots:Array) -> tuple[Array, ...]: # as in `lora_xla`
     "`lora_ref`, module by module."
-    ends = list(accumulate(b.shape[0] for b in bs))
-    return tuple(lora_ref(x, a[n-b.shape[0]:n], b, owner[n-b.shape[0]:n], slots) for n,b in zip(ends, bs))
+    (B, S, D), ends = x.shape, accumulate(b.shape[0] for b in g.bs)
+    flat, token_slots = x.reshape(B * S, D), jnp.repeat(slots, S)
+    return tuple(lora_ref(flat, g.a[n-b.shape[0]:n], b, g.owner[n-b.shape[0]:n], token_slots).reshape(B, S, b.shape[1])
+                 for n,b in zip(ends, g.bs))
 
 # %% ../nbs/04_ops.ipynb #3df0fe91
 def attend_xla(
@@ -79,14 +108,18 @@ class Backend(NamedTuple):
 
 def _can(*arrays): return None
 
-def _same_dtype(x, a, bs, owner, slots):
-    if x.dtype != a.dtype: return f'the activations are {x.dtype} and the adapters {a.dtype}; this product wants one dtype'
+def _same_dtype(x, g, slots):
+    if x.dtype != g.a.dtype: return f'the activations are {x.dtype} and the adapters {g.a.dtype}; this product wants one dtype'
+
+def _one_token(x, g, slots):
+    if x.shape[1] != 1: return f'there are {x.shape[1]} tokens a row; this form takes one'
+    return _same_dtype(x, g, slots)
 
 def _one_query(q, k, v, positions, window):
     if q.shape[1] != 1: return f'there are {q.shape[1]} queries a row; this form takes one'
 
 BACKENDS = {
-    'lora': {'xla': Backend(lora_xla, _same_dtype), 'ref': Backend(lora_each, _can)},
+    'lora': {'xla-decode': Backend(lora_xla_decode, _one_token), 'xla': Backend(lora_xla, _same_dtype), 'ref': Backend(lora_each, _can)},
     'attend': {'xla-decode': Backend(attend_xla_decode, _one_query), 'xla': Backend(attend_xla, _can), 'ref': Backend(attend_ref, _can)},
 }
 
@@ -107,17 +140,14 @@ def choose(
 
 # %% ../nbs/04_ops.ipynb #60ed414e
 def lora(
-    x:Array, # [T, in] one row per token
-    a:Array, # [R, in] rank rows of all modules that share the input, module after module
-    bs:tuple[Array, ...], # one [R_m, out_m] per module, R_m summing to R; scale folded in
-    owner:Array, # [R] int32 slot that owns each rank row; -1 for padding
-    slots:Array, # [T] int32 slot of each token; 0 for none
+    x:Array, # [B, S, in] tokens of each row
+    g:LoraGroup, # rank rows of the modules that share the input, of one layer
+    slots:Array, # [B] int32 slot of each row; 0 for none
     *,
     backend:str|None=None, # a name in `BACKENDS['lora']`
-) -> tuple[Array, ...]: # one [T, out_m] float32 per module, to be added to the base's outputs
+) -> tuple[Array, ...]: # m times [B, S, out_m] float32, to be added to the base's outputs
     "The LoRA terms of the modules that share the input `x`."
-    arrays = (x, a, bs, owner, slots)
-    return BACKENDS['lora'][choose('lora', *arrays, backend=backend)].run(*arrays)
+    return BACKENDS['lora'][choose('lora', x, g, slots, backend=backend)].run(x, g, slots)
 
 def attend(
     q:Array, # [B, S, H, C] queries, already rotated

@@ -5,27 +5,19 @@
 # %% ../nbs/04a_working_set.ipynb #fd1252cc
 from __future__ import annotations
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 import jax, jax.numpy as jnp, numpy as np
-from jax import Array
 from .core import LAYER_MODULES, ModelConfig, Refused, module_shapes
 from .adapters import Adapter
+from .ops import LoraGroup
 
 # %% auto #0
-__all__ = ['RANK_BLOCK', 'GROUPS', 'LoraGroup', 'working_set']
+__all__ = ['RANK_BLOCK', 'GROUPS', 'working_set']
 
 # %% ../nbs/04a_working_set.ipynb #0ad5955c
 RANK_BLOCK = 8 # rank rows come in blocks of 8: the smallest tile that every backend can load
 
 GROUPS = dict(qkv=('q_proj', 'k_proj', 'v_proj'), o=('o_proj',), gate_up=('gate_proj', 'up_proj'), down=('down_proj',))
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LoraGroup:
-    "Rank rows of every adapter in the batch, for modules that share an input. `L` is absent outside the layers."
-    a: Array # [L, R, in]; for the embedding [V, R], so that a token id picks one row
-    bs: tuple[Array, ...] # one [L, R_m, out_m] per module, scale folded in
-    owner: Array # [R] int32 slot of each rank row; -1 for padding
 
 # %% ../nbs/04a_working_set.ipynb #c6036b0e
 def _rows(rank): return -(-rank // RANK_BLOCK) * RANK_BLOCK
@@ -39,23 +31,23 @@ def _folded(adapter, path, dtype): # [r, in], [r, out]
     raise Refused(f'adapter {adapter.name!r}: its weights at {path} overflow {np.dtype(dtype)}; lower its scale')
 
 def _module_rows(adapters, paths, shape, dtype):
-    "The rank rows of one module: `a` [L, R, in], `b` [L, R, out] and `owner` [R], with `L = len(paths)`."
+    "The rank rows of one module: `a` [L, R, in], `b` [L, R, out], `owner` [R] and `rows` [slots, M], with `L = len(paths)`."
     ranks = [max((ad.modules[p].rank for p in paths if p in ad.modules), default=0) for ad in adapters]
     starts = np.cumsum([0] + [_rows(r) for r in ranks])
     a, b = (np.zeros((len(paths), starts[-1], width), dtype) for width in shape)
     owner = np.full(starts[-1], -1, np.int32)
+    rows = np.full((len(adapters) + 1, max(map(_rows, ranks), default=0)), starts[-1], np.int32)
     for slot, (ad, rank, at) in enumerate(zip(adapters, ranks, starts), 1):
-        owner[at:at+rank] = slot
+        owner[at:at+rank], rows[slot, :rank] = slot, np.arange(at, at + rank)
         for layer, path in ((i, p) for i,p in enumerate(paths) if p in ad.modules):
             a[layer, at:at+ad.modules[path].rank], b[layer, at:at+ad.modules[path].rank] = _folded(ad, path, dtype)
-    return a, b, owner
+    return a, b, owner, rows
 
 def _group(adapters, module_paths, shapes, dtype):
     "One `LoraGroup` over modules that share an input, or None when no adapter targets any of them."
     parts = [_module_rows(adapters, paths, shapes[paths[0]], dtype) for paths in module_paths]
-    if not sum(len(owner) for _,_,owner in parts): return None
-    a, bs, owner = zip(*parts)
-    return np.concatenate(a, 1), bs, np.concatenate(owner)
+    a, bs, owner, rows = zip(*parts)
+    return LoraGroup(np.concatenate(a, 1), bs, np.concatenate(owner), rows) if any(map(len, owner)) else None
 
 # %% ../nbs/04a_working_set.ipynb #fb6b462b
 def working_set(
@@ -68,7 +60,6 @@ def working_set(
     layer_paths = lambda m: [f'model.layers.{i}.{LAYER_MODULES[m]}.{m}' for i in range(config.n_layers)]
     groups = {g: _group(adapters, [layer_paths(m) for m in modules], shapes, dtype) for g,modules in GROUPS.items()}
     for g,path in dict(embed='model.embed_tokens', head='lm_head').items():
-        if (one := _group(adapters, [[path]], shapes, dtype)) is not None:
-            a, (b,), owner = one
-            groups[g] = (a[0].T if g == 'embed' else a[0]), (b[0],), owner
-    return {g: jax.tree.map(jnp.asarray, LoraGroup(*parts)) for g,parts in groups.items() if parts is not None}
+        if one := _group(adapters, [[path]], shapes, dtype):
+            groups[g] = replace(one, a=one.a[0].T if g == 'embed' else one.a[0], bs=(one.bs[0][0],))
+    return {g: jax.tree.map(jnp.asarray, group) for g,group in groups.items() if group}

@@ -10,10 +10,10 @@ from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as torch_load
 from transformers import LlamaConfig, LlamaForCausalLM
-from lorajax.adapters import (Adapter, LoraPair, adapter_fingerprint, adapts, base_fingerprint, check_adapter_config, check_name,
-                              load_adapter, peft_config, random_adapter, rank_at, save_adapter, scale_at, tensor_digest,
+from lorajax.adapters import (Adapter, LoraPair, adapter_fingerprint, base_fingerprint, check_name, random_adapter, tensor_digest,
                               version_id)
 from lorajax.core import ModelConfig, Refused, RopeScaling, module_shapes
+from lorajax.peft import adapts, check_adapter_config, load_adapter, peft_config, rank_at, save_adapter, scale_at
 
 M0 = ModelConfig(vocab_size=64, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=64)
 SMOLLM2 = ModelConfig(vocab_size=49152, width=576, mlp_width=1536, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64,
@@ -376,6 +376,20 @@ def test_B21_alpha_is_not_the_scale(tmp_path):
     adapter = load_adapter(write(tmp_path / 'a', ones, r=8, lora_alpha=16, target_modules=[Q[0]]), c)
     assert (adapter.modules[Q[0]].delta @ np.ones(4, np.float32)).tolist() == [64.] * 4
 
+@pytest.mark.parametrize('key, number, alpha, fits', [ # rank 4, so the scale is alpha / 4
+    (B0, 3e38, 32, False), (B0, 3e38, 4, True), (B0, 3e38, 2, True), (B0, -3e38, -32, False),
+    (B0, 2. ** 126, 4, True), (B0, 2. ** 126, 16, False), (B0, 2. ** 126, 8, True), # 2**127 is bfloat16's largest power of two
+    (A0, 3.39e38, 2, True), (A0, 3.4e38, 2, False), (A0, -3.4e38, 2, False)]) # float32 holds these, bfloat16 ends at 3.3895e38
+def test_B23_overflowing_scale_is_refused_at_load(tmp_path, key, number, alpha, fits):
+    good = tensors_for(QV)
+    tensor = good[key].copy()
+    tensor[1, 2] = number
+    folder = write(tmp_path / 'a', good | {key: tensor}, lora_alpha=alpha)
+    as_bfloat16 = torch.tensor(tensor).mul(alpha / 4 if key == B0 else 1).bfloat16()
+    assert bool(as_bfloat16.isfinite().all()) == fits
+    if fits: assert load_adapter(folder, M0).modules['model.layers.0.self_attn.q_proj'].scale == alpha / 4
+    else: assert f'{key!r}' in (sentence := refusal(folder, M0)) and 'overflows bfloat16' in sentence
+
 def test_B30_bias(tmp_path):
     for bias in ('none', 'lora_only', 'all'): assert load_adapter(write(tmp_path / bias, tensors_for(QV), bias=bias), M0)
     assert 'lora_bias=True' in refusal(write(tmp_path / 'a', tensors_for(QV), lora_bias=True), M0)
@@ -407,7 +421,7 @@ def test_B111_pickles_are_never_opened(tmp_path):
 
 def test_B111_loading_imports_neither_torch_nor_jax(tmp_path):
     folder = write(tmp_path / 'a', tensors_for(QV))
-    code = ('import sys; from lorajax.adapters import load_adapter; from lorajax.core import ModelConfig; '
+    code = ('import sys; from lorajax.peft import load_adapter; from lorajax.core import ModelConfig; '
             f'load_adapter({str(folder)!r}, {M0!r}); print(sorted({{"torch", "jax", "peft"}} & set(sys.modules)))')
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout == '[]\n'
 
@@ -570,7 +584,7 @@ def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     (tmp_path / 'there').mkdir()
     with pytest.raises(Refused, match='is there already'): save_adapter(adapter, tmp_path / 'there')
     def full(*args, **kwargs): raise OSError(28, 'No space left on device')
-    monkeypatch.setattr('lorajax.adapters.save_file', full)
+    monkeypatch.setattr('lorajax.peft.save_file', full)
     with pytest.raises(OSError, match='No space'): save_adapter(adapter, tmp_path / 'new')
     assert [p.name for p in tmp_path.iterdir()] == ['there']
 

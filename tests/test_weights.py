@@ -30,8 +30,8 @@ WRITTEN = { # kind -> fields in transformers 4's spelling, what they mean
               dict(rope_theta=500000., rope_scaling=RopeScaling(8., 1., 4., 64), qkv_bias=True, o_bias=True)),
     'mistral': (dict(rope_theta=1e6, rope_scaling=None, sliding_window=100, head_dim=16),
                 dict(rope_theta=1e6, head_dim=16, windows=(100,)*3)),
-    'qwen2': (dict(rope_theta=1e6, rope_scaling=dict(type='linear', factor=2.5), tie_word_embeddings=True, use_sliding_window=True,
-                   sliding_window=64, max_window_layers=1),
+    'qwen2': (dict(rope_theta=1e6, rope_scaling=dict(type='linear', factor=2.5), tie_word_embeddings=True,
+                   use_sliding_window=True, sliding_window=64, max_window_layers=1),
               dict(rope_theta=1e6, rope_scaling=RopeScaling(2.5), tied=True, qkv_bias=True, windows=(0, 64, 64))),
     'qwen3': (dict(rope_theta=1e6, head_dim=20, use_sliding_window=False, sliding_window=64, max_window_layers=1),
               dict(rope_theta=1e6, head_dim=20, qk_norm=True))}
@@ -114,7 +114,8 @@ def test_published_configs(name):
     (None, {}, 'model_type'), ('gemma2', {}, 'gemma2'), ('mixtral', {}, 'mixtral'), ('qwen3_moe', {}, 'qwen3_moe'),
     ('llama', dict(hidden_act='gelu'), 'hidden_act'), ('llama', dict(mlp_bias=True), 'mlp_bias'),
     ('mistral', dict(attention_bias=True), 'attention_bias'), ('llama', dict(sliding_window=64), 'sliding_window'),
-    ('mistral', dict(layer_types=['full_attention']*3), 'layer_types'), ('llama', dict(partial_rotary_factor=.5), 'partial_rotary'),
+    ('mistral', dict(layer_types=['full_attention']*3), 'layer_types'),
+    ('llama', dict(partial_rotary_factor=.5), 'partial_rotary_factor'),
     ('llama', dict(quantization_config=dict(quant_method='awq', bits=4)), 'quantization_config'),
     ('llama', dict(final_logit_softcapping=30.), 'final_logit_softcapping'), ('qwen3', dict(num_experts=8), 'num_experts'),
     ('llama', dict(attn_logit_softcapping=50.), 'attn_logit_softcapping'), ('llama', dict(logit_scale=.1), 'logit_scale'),
@@ -131,9 +132,11 @@ def test_published_configs(name):
     ('llama', dict(rope_scaling=dict(rope_type='llama3', factor=8., low_freq_factor=1., high_freq_factor=4.)), 'original_max'),
     ('llama', dict(rope_scaling=dict(rope_type='llama3', **LLAMA3 | dict(high_freq_factor=1.))), 'high_freq_factor'),
     ('qwen2', dict(use_sliding_window=True, layer_types=['chunked_attention']*3), 'chunked_attention'),
-    ('qwen2', dict(layer_types=['sliding_attention']*3), 'sliding_window'), ('qwen2', dict(layer_types=['full_attention']), '3 layers'),
+    ('qwen2', dict(layer_types=['sliding_attention']*3), 'sliding_window'),
+    ('qwen2', dict(layer_types=['full_attention']), '3 layers'),
     ('llama', dict(num_key_value_heads=3), '4 query heads'), ('llama', dict(head_dim=7), 'head_dim=7'),
-    ('llama', dict(num_attention_heads=5, num_key_value_heads=5), '5 heads'), ('llama', dict(hidden_size='32'), "hidden_size='32'"),
+    ('llama', dict(num_attention_heads=5, num_key_value_heads=5), '5 heads'),
+    ('llama', dict(hidden_size='32'), "hidden_size='32'"), ('llama', dict(num_hidden_layers=10**9), 'num_hidden_layers'),
     ('llama', dict(vocab_size=None), 'vocab_size'), ('llama', dict(rms_norm_eps=0), 'rms_norm_eps'),
     ('llama', dict(rope_theta=float('nan')), 'rope_theta'), ('llama', dict(tie_word_embeddings='false'), 'tie_word_embeddings')])
 def test_unsupported_config_is_refused_by_name(kind, fields, word):
@@ -312,7 +315,8 @@ def test_broken_shards(tmp_path):
     good = json.loads(index.read_text())
     assert len(open_base(base).tensors) == 12
     for change,words in [({'model.norm.weight': '../base/model-00001-of-00002.safetensors'}, ['name of a file']),
-                         ({'model.norm.weight': 7}, ['name of a file']), ({'extra.weight': 'model-00001-of-00002.safetensors'}, ['extra']),
+                         ({'model.norm.weight': 7}, ['name of a file']),
+                         ({'extra.weight': 'model-00001-of-00002.safetensors'}, ['extra']),
                          ({'model.norm.weight': 'model-00003-of-00002.safetensors'}, ['disagree']),
                          ({'lm_head.weight': 'model-00002-of-00002.safetensors', 'model.norm.weight':
                            'model-00001-of-00002.safetensors'}, ['disagree'])]:
@@ -340,7 +344,8 @@ def halves(b, n): return [float(x) for x in np.frombuffer(b[:2*n], '<f2')]
 def nibbles(qs): return [q & 15 for q in qs] + [q >> 4 for q in qs]
 
 def k_scales(s): # the 6-bit scale and minimum of each of 8 sub-blocks, from 12 bytes
-    return [(s[j] & 63, s[j+4] & 63) if j < 4 else (s[j+4] & 15 | s[j-4] >> 6 << 4, s[j+4] >> 4 | s[j] >> 6 << 4) for j in range(8)]
+    return ([(s[j] & 63, s[j+4] & 63) for j in range(4)] +
+            [(s[j+4] & 15 | s[j-4] >> 6 << 4, s[j+4] >> 4 | s[j] >> 6 << 4) for j in range(4, 8)])
 
 def q8_0(b): (d,) = halves(b, 1); return [d * x for x in np.frombuffer(b[2:], 'i1').tolist()]
 def q4_0(b): (d,) = halves(b, 1); return [d * (q - 8) for q in nibbles(b[2:])]
@@ -380,14 +385,17 @@ def random_blocks(kind, rows, width, rng) -> np.ndarray: # uint8 [rows, bytes]; 
     for at in SCALES[kind]: b[:, at:at+2] = rng.uniform(-2, 2, (len(b), 1)).astype('<f2').view(np.uint8)
     return b.reshape(rows, -1)
 
-def by_hand(kind, data, shape): return np.array([HAND[kind](b) for b in blocks(data, gguf.GGML_QUANT_SIZES[kind][1])]).reshape(shape)
+def by_hand(kind, data, shape):
+    return np.array([HAND[kind](b) for b in blocks(data, gguf.GGML_QUANT_SIZES[kind][1])]).reshape(shape)
 
-GGUF_PARTS = {'input_layernorm': 'attn_norm', 'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k', 'self_attn.v_proj': 'attn_v',
-              'self_attn.o_proj': 'attn_output', 'self_attn.q_norm': 'attn_q_norm', 'self_attn.k_norm': 'attn_k_norm',
-              'post_attention_layernorm': 'ffn_norm', 'mlp.gate_proj': 'ffn_gate', 'mlp.up_proj': 'ffn_up', 'mlp.down_proj': 'ffn_down'}
+GGUF_PARTS = {'input_layernorm': 'attn_norm', 'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k',
+              'self_attn.v_proj': 'attn_v', 'self_attn.o_proj': 'attn_output', 'self_attn.q_norm': 'attn_q_norm',
+              'self_attn.k_norm': 'attn_k_norm', 'post_attention_layernorm': 'ffn_norm', 'mlp.gate_proj': 'ffn_gate',
+              'mlp.up_proj': 'ffn_up', 'mlp.down_proj': 'ffn_down'}
 
 def gguf_name(name):
-    outer = {'model.embed_tokens.weight': 'token_embd.weight', 'model.norm.weight': 'output_norm.weight', 'lm_head.weight': 'output.weight'}
+    outer = {'model.embed_tokens.weight': 'token_embd.weight', 'model.norm.weight': 'output_norm.weight',
+             'lm_head.weight': 'output.weight'}
     if name in outer: return outer[name]
     _, _, layer, part = name.split('.', 3)
     module, kind = part.rsplit('.', 1)
@@ -397,12 +405,13 @@ def neighbours(head_dim, heads): # row of a GGUF's q or k -> row of transformers
     return [head*head_dim + channel//2 + channel%2 * head_dim//2 for head in range(heads) for channel in range(head_dim)]
 
 def write_gguf(path, c, tensors, arch='llama', quantised={}, keys={}, drop=(), endian=gguf.GGUFEndian.LITTLE) -> Path:
-    "A GGUF of `tensors`; `quantised`: name -> (type, bytes) written instead; `keys`: more keys, with or without the architecture's prefix."
+    "A GGUF of `tensors`; `quantised`: name -> (type, bytes) written instead; `keys`: more keys, the architecture's unprefixed."
     w = GGUFWriter(path, arch, endianess=endian)
     fields = dict(block_count=c.n_layers, context_length=c.max_len, embedding_length=c.width, feed_forward_length=c.mlp_width,
                   vocab_size=c.vocab_size)
     fields |= {'attention.head_count': c.n_heads, 'attention.head_count_kv': c.n_kv_heads, 'rope.freq_base': c.rope_theta,
-               'attention.layer_norm_rms_epsilon': c.rms_eps, 'attention.key_length': c.head_dim, 'attention.value_length': c.head_dim}
+               'attention.layer_norm_rms_epsilon': c.rms_eps, 'attention.key_length': c.head_dim,
+               'attention.value_length': c.head_dim}
     for key,value in (fields | keys).items():
         name = key if key.split('.')[0] in ('general', 'tokenizer', 'split') else f'{arch}.{key}'
         if key in drop: continue
@@ -418,8 +427,8 @@ def write_gguf(path, c, tensors, arch='llama', quantised={}, keys={}, drop=(), e
     w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
     return path
 
-TINY = ModelConfig(vocab_size=48, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=10, max_len=256, rms_eps=1e-5,
-                   rope_theta=500000.)
+TINY = ModelConfig(vocab_size=48, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=10, max_len=256,
+                   rms_eps=1e-5, rope_theta=500000.)
 
 def random_tensors(c, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
@@ -429,7 +438,8 @@ def variant(**fields): return replace(TINY, **fields)
 
 @pytest.mark.parametrize('dtype', [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize('arch, c', [
-    ('llama', TINY), ('llama', variant(tied=True)), ('llama', variant(qkv_bias=True, o_bias=True)), ('qwen2', variant(qkv_bias=True)),
+    ('llama', TINY), ('llama', variant(tied=True)), ('llama', variant(qkv_bias=True, o_bias=True)),
+    ('qwen2', variant(qkv_bias=True)),
     ('qwen3', variant(qk_norm=True)), ('qwen3', variant(qk_norm=True, tied=True, n_kv_heads=4))])
 def test_gguf_holds_the_tensors_it_was_written_from(arch, c, dtype, tmp_path):
     tensors = random_tensors(c, dtype=dtype)
@@ -472,40 +482,45 @@ def test_llama_3_frequencies(head_dim, factor, tmp_path):
     for freq in np.float32(1) / np.float32(500000) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)):
         wavelength = np.float32(2 * np.pi) / freq
         smooth = (np.float32(8192) / wavelength - 1) / np.float32(3)
-        stretch.append(1 if wavelength < 2048 else factor if wavelength > 8192 else 1 / ((1 - smooth) / np.float32(factor) + smooth))
+        between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
+        stretch.append(1 if wavelength < 2048 else factor if wavelength > 8192 else between)
+    stretch = np.array(stretch, np.float32)
     c = variant(head_dim=head_dim, rope_scaling=RopeScaling(factor, 1., 4., 8192))
-    tensors = random_tensors(c) | {'rope_freqs.weight': np.array(stretch, np.float32)}
+    tensors = random_tensors(c) | {'rope_freqs.weight': stretch}
     assert open_base(write_gguf(tmp_path/'x.gguf', c, tensors)).config == c
-    theirs = transformers.LlamaConfig(hidden_size=4*head_dim, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=dict(
-        rope_type='llama3', rope_theta=500000., factor=factor, low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8192))
+    rope = dict(rope_type='llama3', rope_theta=500000.) | LLAMA3 | dict(factor=factor, original_max_position_embeddings=8192)
+    theirs = transformers.LlamaConfig(hidden_size=4*head_dim, num_attention_heads=4, max_position_embeddings=131072,
+                                      rope_parameters=rope)
     inv_freq, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS['llama3'](theirs, 'cpu')
     plain = 500000. ** -(np.arange(0, head_dim, 2) / head_dim)
     np.testing.assert_allclose(plain / inv_freq.numpy(), llama3_stretch(c.rope_scaling, 500000., head_dim), rtol=2e-5)
-    for other in (np.array(stretch[:-1], 'f4'), np.array(stretch, 'f4') * 1.01, np.array(stretch, 'f4')**2, np.zeros(head_dim//2, 'f4'),
-                  np.full(head_dim//2, np.nan, 'f4')):
+    for other in (stretch[:-1], stretch * np.float32(1.01), stretch**2, stretch * 0, stretch * np.float32(np.nan)):
         refuses(write_gguf(tmp_path/'y.gguf', c, tensors | {'rope_freqs.weight': other}), 'rope_freqs.weight')
 
 @pytest.mark.parametrize('keys, scaling', [
     ({}, None), ({'rope.scaling.type': 'none'}, None), ({'rope.scaling.type': 'none', 'rope.scaling.factor': 4.}, None),
-    ({'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.2}, RopeScaling(2.2)), ({'rope.scaling.factor': 4.}, RopeScaling(4.)),
+    ({'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.2}, RopeScaling(2.2)),
+    ({'rope.scaling.factor': 4.}, RopeScaling(4.)),
     ({'rope.scale_linear': 3.}, RopeScaling(3.)), ({'rope.scaling.factor': 0.}, None), ({'rope.scaling.factor': 1.}, None)])
 def test_rope_scaling_in_a_gguf(keys, scaling, tmp_path):
     assert open_base(write_gguf(tmp_path/'x.gguf', TINY, random_tensors(TINY), keys=keys)).config == variant(rope_scaling=scaling)
 
 @pytest.mark.parametrize('keys, word', [
     ({'general.type': 'adapter'}, 'adapter'), ({'split.count': 3}, 'llama-gguf-split'), ({'expert_count': 8}, 'expert_count'),
-    ({'attention.sliding_window': 64}, 'sliding_window'), ({'attention.causal': False}, 'causal'), ({'pooling_type': 3}, 'pooling_type'),
+    ({'attention.sliding_window': 64}, 'sliding_window'), ({'attention.causal': False}, 'causal'),
+    ({'pooling_type': 3}, 'pooling_type'),
     ({'rope.scaling.type': 'yarn', 'rope.scaling.factor': 4.}, 'yarn'), ({'rope.dimension_count': 4}, 'rope.dimension_count'),
     ({'rope.dimension_sections': [2, 1, 1, 0]}, 'dimension_sections'), ({'attention.value_length': 12}, 'value_length'),
-    ({'attention.head_count': [4, 4]}, 'head_count'), ({'attention.head_count_kv': 3}, 'evenly'), ({'block_count': 3}, 'layers.2'),
+    ({'attention.head_count': [4, 4]}, 'head_count'), ({'attention.head_count_kv': 3}, 'evenly'),
+    ({'block_count': 3}, 'layers.2'), ({'block_count': 4000000000}, 'block_count'),
     ({'block_count': 1}, 'blk.1'), ({'vocab_size': 50}, '(50, 32)'), ({'final_logit_softcapping': 30.}, 'softcapping'),
     ({'embedding_length': 'wide'}, 'embedding_length'), ({'rope.scaling.factor': 'big'}, 'factor'),
     ({'tokenizer.ggml.eos_token_id': 'end'}, 'eos_token_id')])
 def test_unsupported_gguf_is_refused_by_name(keys, word, tmp_path):
     refuses(write_gguf(tmp_path/'x.gguf', TINY, random_tensors(TINY), keys=keys), str(tmp_path), word)
 
-@pytest.mark.parametrize('key', ['block_count', 'context_length', 'embedding_length', 'feed_forward_length', 'attention.head_count',
-                                 'attention.layer_norm_rms_epsilon'])
+@pytest.mark.parametrize('key', ['block_count', 'context_length', 'embedding_length', 'feed_forward_length',
+                                 'attention.head_count', 'attention.layer_norm_rms_epsilon'])
 def test_missing_gguf_keys(key, tmp_path):
     refuses(write_gguf(tmp_path/'x.gguf', TINY, random_tensors(TINY), drop=[key]), key)
 
@@ -513,7 +528,8 @@ def test_optional_gguf_keys(tmp_path):
     c = variant(head_dim=8, n_kv_heads=4, rope_theta=10000.)
     drop = ['vocab_size', 'attention.head_count_kv', 'rope.freq_base', 'attention.key_length', 'attention.value_length']
     keys = {f'tokenizer.ggml.{name}_token_id': i for name,i in dict(eos=7, eot=9, eom=7, bos=1).items()}
-    keys |= {'rope.dimension_count': 8, 'tokenizer.ggml.tokens': ['a', 'ß'], 'general.name': 'x', 'tensor_data_layout': 'Meta AI original pth'}
+    keys |= {'rope.dimension_count': 8, 'tokenizer.ggml.tokens': ['a', 'ß'], 'general.name': 'x',
+             'tensor_data_layout': 'Meta AI original pth'}
     base = open_base(write_gguf(tmp_path/'x.gguf', c, random_tensors(c), keys=keys, drop=drop))
     assert base.config == c and base.eos_ids == (7, 9)
     assert base.metadata['tokenizer.ggml.tokens'] == ['a', 'ß'] and base.metadata.get('tokenizer.ggml.pre') is None
@@ -524,7 +540,8 @@ def test_optional_gguf_keys(tmp_path):
     ('qwen3', {}, ['q_norm']), ('qwen2', {'rope_freqs.weight': np.ones(5, 'f4')}, ['rope_freqs']),
     ('llama', {'model.norm.weight': np.ones(31, 'f4')}, ['output_norm', '(31,)']),
     ('llama', {'model.layers.0.self_attn.q_proj.bias': np.ones(40, 'f4')}, ['missing']),
-    ('llama', {'token_embd.extra.weight': np.ones(4, 'f4')}, ['token_embd.extra.weight']), ('llama', {'odd': np.ones(4, 'f4')}, ['odd'])])
+    ('llama', {'token_embd.extra.weight': np.ones(4, 'f4')}, ['token_embd.extra.weight']),
+    ('llama', {'odd': np.ones(4, 'f4')}, ['odd'])])
 def test_gguf_tensors_that_do_not_fit(arch, change, words, tmp_path):
     tensors = random_tensors(variant(qkv_bias=arch == 'qwen2')) | change
     refuses(write_gguf(tmp_path/'x.gguf', TINY, tensors, arch), *words)
@@ -546,7 +563,10 @@ def test_broken_gguf_files(tmp_path):
     for size in [*range(0, 200), *range(200, used, 331), used - 1]: file.write_bytes(good[:size]); refuses(file, str(file))
     file.write_bytes(b'GGML' + good[4:]); refuses(file, "b'GGML'")
     file.write_bytes(good[:4] + struct.pack('<I', 1) + good[8:]); refuses(file, 'version 1')
-    refuses(write_gguf(tmp_path/'big.gguf', c, random_tensors(c), endian=gguf.GGUFEndian.BIG), 'big-endian', 'gguf-convert-endian')
+    big = write_gguf(tmp_path/'big.gguf', c, random_tensors(c), endian=gguf.GGUFEndian.BIG)
+    refuses(big, 'big-endian', 'gguf-convert-endian')
+    count = good.index(struct.pack('<IQ', gguf.GGUFValueType.STRING, 8)) + 4 # the length of the vocabulary
+    file.write_bytes(good[:count] + struct.pack('<Q', 2**60) + good[count + 8:]); refuses(file, 'damaged')
     rng = np.random.default_rng(0)
     for _ in range(300): # a damaged header is refused or harmless, and never anything else
         bad = bytearray(good); bad[rng.integers(8, 2000)] = rng.integers(256); file.write_bytes(bad)
@@ -554,15 +574,42 @@ def test_broken_gguf_files(tmp_path):
         except Refused as e: assert str(file) in str(e)
 
 @pytest.mark.parametrize('value', [np.nan, -np.inf])
-def test_gguf_values_are_checked_when_they_are_read(value, tmp_path):
+def test_gguf_values_are_checked_when_they_are_read(value, tmp_path, monkeypatch):
     tensors = random_tensors(TINY)
     tensors['model.norm.weight'][3] = value
     block = gguf.quants.quantize(tensors['model.layers.0.mlp.up_proj.weight'], T.Q4_1)
     block[5, :2] = np.array([value], '<f2').view(np.uint8)
-    opened = open_base(write_gguf(tmp_path/'x.gguf', TINY, tensors, quantised={'blk.0.ffn_up.weight': (T.Q4_1, block)})).tensors
-    for name,stored in {'model.norm.weight': 'output_norm.weight', 'model.layers.0.mlp.up_proj.weight': 'blk.0.ffn_up.weight'}.items():
-        with pytest.raises(Refused, match=f'{stored} holds NaN or infinity'): opened[name]
+    file = write_gguf(tmp_path/'x.gguf', TINY, tensors, quantised={'blk.0.ffn_up.weight': (T.Q4_1, block)})
+    with monkeypatch.context() as m:
+        m.setattr(weights, 'gguf_values', lambda *args: pytest.fail('opening a base read a weight'))
+        open_base(file)
+    opened = open_base(file).tensors
+    for name in ('model.norm.weight', 'model.layers.0.mlp.up_proj.weight'):
+        with pytest.raises(Refused, match=f'{gguf_name(name)} holds NaN or infinity'): opened[name]
     assert opened['model.layers.1.mlp.up_proj.weight'].shape == (64, 32)
+
+def test_bounded_reader_equals_the_library_s(tmp_path):
+    keys = {'tokenizer.ggml.tokens': ['a', 'ß', ''], 'tokenizer.ggml.scores': [0., -1.5, 2.], 'general.languages': ['en'],
+            'tokenizer.ggml.add_bos_token': False, 'tokenizer.chat_template': 'x\ny'}
+    file = write_gguf(tmp_path/'x.gguf', TINY, random_tensors(TINY, dtype=ml_dtypes.bfloat16), keys=keys)
+    ours, theirs = weights.read_gguf(file), gguf.GGUFReader(file)
+    assert dict(weights.Metadata(ours)) == {key: field.contents() for key,field in theirs.fields.items()}
+    for a,b in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (a.name, a.tensor_type, a.shape.tolist()) == (b.name, b.tensor_type, b.shape.tolist())
+        assert a.data.tobytes() == b.data.tobytes() and a.data.shape == b.data.shape
+
+def test_base_that_does_not_fit_in_memory_opens(tmp_path):
+    config = SIZES | dict(model_type='llama', vocab_size=2**20, hidden_size=4096, num_hidden_layers=1) # two matrices of 16 GiB
+    (tmp_path/'config.json').write_text(json.dumps(config))
+    header, end = {}, 0
+    for name,shape in tensor_shapes(read_hf_config(config)).items():
+        begin, end = end, end + 4 * int(np.prod(shape))
+        header[name] = dict(dtype='F32', shape=shape, data_offsets=[begin, end])
+    text = json.dumps(header).encode(); text += b' ' * (-len(text) % 8)
+    with open(tmp_path/'model.safetensors', 'wb') as f:
+        f.write(struct.pack('<Q', len(text)) + text); f.truncate(8 + len(text) + end) # sparse: zeros take no disk
+    tensors = open_base(tmp_path).tensors
+    assert not tensors['model.layers.0.self_attn.q_proj.weight'].any() and len(tensors) == 12
 
 # the real small model
 
@@ -585,7 +632,8 @@ def test_smollm2_equals_the_blocks_of_its_file(smollm2):
 
 @pytest.mark.filterwarnings('ignore')
 def test_smollm2_equals_transformers(smollm2):
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2.path.parent, gguf_file=smollm2.path.name, dtype=torch.float32)
+    folder, file = smollm2.path.parent, smollm2.path.name
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     state = {name: w.numpy() for name,w in model.state_dict().items() if name != 'lm_head.weight'}
     assert set(state) == set(smollm2.tensors)
     for name,w in state.items(): np.testing.assert_array_equal(smollm2.tensors[name], w)

@@ -1,0 +1,167 @@
+"""Tokens/s of base and mixed batches beside the machine's memory limit and PEFT, in one run.
+
+Batch of 8 rows, 64 prompt tokens and 64 new ones, greedy, bfloat16; eight different rank-16 adapters on all seven linears.
+The things compared take turns. A repetition during which other processes used more than 0.15 cores is marked and left out of the
+medians, unless there are no others. --json FILE keeps all repetitions.
+"""
+import argparse, json, multiprocessing, platform, statistics, tempfile, time
+from pathlib import Path
+import psutil
+
+ROWS, PROMPT, NEW, RANK = 8, 64, 64, 16
+LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+
+def prompts():
+    import numpy as np
+    return np.random.default_rng(0).integers(17, 49152, (ROWS, PROMPT)).tolist()
+
+# ---- the measured things; each yields once when it is ready, then one dict of seconds per `next`
+
+def ours(adapter_folders):
+    import jax
+    from lorajax.base import load_base
+    from lorajax.core import Sampling
+    from lorajax.generate import token_stream
+    base = load_base('smollm2')
+    adapters = [base.load_adapter(f) for f in adapter_folders]
+    rules, ids = [Sampling(max_new_tokens=NEW, ignore_eos=True)] * ROWS, prompts()
+    def once(used, slots):
+        start = time.perf_counter()
+        arrivals = [time.perf_counter() for _ in token_stream(base, ids, used, slots, rules)]
+        return dict(prefill=arrivals[0] - start, decode=arrivals[-1] - arrivals[0], total=arrivals[-1] - start)
+    cases = {'lorajax base': ([], [0] * ROWS), 'lorajax mixed': (adapters, list(range(1, ROWS + 1)))}
+    for case in cases.values(): once(*case), once(*case)
+    return {name: (lambda case=case: once(*case)) for name,case in cases.items()}, base, adapters
+
+def peft_worker(pipe, adapter_folders):
+    "transformers + PEFT in a process of its own, so that neither engine's threads disturb the other."
+    import os, warnings
+    os.environ.update(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false')
+    warnings.simplefilter('ignore')
+    import torch, transformers
+    from lorajax.weights import smollm2_file
+    from peft import PeftModel
+    transformers.utils.logging.disable_progress_bar(), transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(psutil.cpu_count(logical=True))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / 'model.gguf').symlink_to(smollm2_file())
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file='model.gguf', dtype=torch.float32)
+    model.is_quantized = False
+    model.to(torch.bfloat16)
+    peft = None
+    for i,f in enumerate(adapter_folders):
+        if peft is None: peft = PeftModel.from_pretrained(model, f, adapter_name='a0')
+        else: peft.load_adapter(f, adapter_name=f'a{i}')
+    peft.eval()
+    for g in (peft.generation_config, peft.base_model.model.generation_config): g.eos_token_id, g.pad_token_id, g.do_sample = None, 0, False
+    x = torch.tensor(prompts())
+    names = {'PEFT mixed': [f'a{i}' for i in range(ROWS)], 'PEFT base rows': ['__base__'] * ROWS}
+    @torch.inference_mode()
+    def run(name, new=NEW):
+        start = time.perf_counter()
+        out = peft.generate(input_ids=x, attention_mask=torch.ones_like(x), max_new_tokens=new, adapter_names=names[name])
+        assert out.shape == (ROWS, PROMPT + new)
+        return dict(total=time.perf_counter() - start)
+    run('PEFT mixed', 4)
+    pipe.send('ready')
+    try:
+        while True: pipe.send(run(pipe.recv()))
+    except EOFError: pass # the other end is done
+
+def peft(adapter_folders):
+    here, there = multiprocessing.Pipe()
+    multiprocessing.get_context('spawn').Process(target=peft_worker, args=(there, adapter_folders), daemon=True).start()
+    there.close()
+    assert here.recv() == 'ready'
+    def ask(name):
+        here.send(name)
+        return here.recv()
+    return {name: (lambda name=name: ask(name)) for name in ('PEFT mixed', 'PEFT base rows')}
+
+def bandwidth():
+    "Bytes per second of reading, and of copying (bytes read plus bytes written), by XLA on all cores; the best of several."
+    import jax, jax.numpy as jnp
+    a = jnp.ones((1 << 27,), jnp.float32)
+    forms = dict(read=(jax.jit(jnp.sum), 1), copy=(jax.jit(lambda a: a + 1), 2))
+    def best(f, times):
+        seconds = []
+        for _ in range(8):
+            start = time.perf_counter()
+            f(a).block_until_ready()
+            seconds.append(time.perf_counter() - start)
+        return times * a.nbytes / min(seconds)
+    return {name: best(*form) for name,form in forms.items()}
+
+# ---- taking turns on a machine that others use too
+
+def cpu_seconds():
+    "Seconds used so far by everything, and by this process and its children."
+    t, total = psutil.cpu_times(), 0.
+    for p in [psutil.Process(), *psutil.Process().children(recursive=True)]: total += sum(p.cpu_times()[:2])
+    return t.user + t.nice + t.system + t.irq + t.softirq, total
+
+def others(before, after, wall): return max(0., ((after[0] - before[0]) - (after[1] - before[1])) / wall)
+
+def wait_idle(limit=.15, patience=60):
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        before = cpu_seconds()
+        time.sleep(.5)
+        if others(before, cpu_seconds(), .5) < limit: return
+
+def take_turns(things, reps):
+    runs = {name: [] for name in things}
+    for rep in range(reps):
+        for name,f in things.items():
+            wait_idle()
+            before, start = cpu_seconds(), time.perf_counter()
+            run = f()
+            run['others'] = others(before, cpu_seconds(), time.perf_counter() - start)
+            runs[name].append(run)
+            print(f'\r{rep + 1} of {reps}  {name:16}', end='', flush=True)
+    print('\r' + ' ' * 40 + '\r', end='')
+    return runs
+
+def median(runs, key):
+    clean = [r[key] for r in runs if r['others'] < .15]
+    return statistics.median(clean or [r[key] for r in runs])
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--reps', type=int, default=7, help='repetitions of each case')
+    parser.add_argument('--no-peft', action='store_true', help='leave PEFT out')
+    parser.add_argument('--json', type=Path, help='keep all repetitions in this file')
+    args = parser.parse_args()
+    import jax
+    from lorajax.adapters import random_adapter
+    from lorajax.peft import save_adapter
+    from lorajax.weights import open_base
+    from lorajax.working_set import working_set
+    print(f'{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, jax {jax.__version__} on {jax.default_backend()}')
+    with tempfile.TemporaryDirectory() as tmp:
+        config = open_base('smollm2').config
+        folders = [save_adapter(random_adapter(config, f'a{i}', RANK, LINEARS, 1., i, .02), f'{tmp}/a{i}') for i in range(ROWS)]
+        things, base, adapters = ours(folders)
+        if not args.no_peft: things |= peft(folders)
+        print('warm; measuring')
+        speed, runs = bandwidth(), take_turns(things, args.reps)
+        again = bandwidth()
+    speed = {k: max(speed[k], again[k]) for k in speed}
+    groups = working_set(adapters, config, base.dtype)
+    weights = {'lorajax base': base.nbytes, 'lorajax mixed': base.nbytes + sum(x.nbytes for x in jax.tree.leaves(groups))}
+    print(f'memory: read {speed["read"] / 1e9:.1f} GB/s, copy {speed["copy"] / 1e9:.1f} GB/s (read + written)\n')
+    print(f'{"tokens/s":16}{"prefill":>9}{"decode":>9}{"all new":>9}   {"ms/step":>8}{"MB/step":>9}{"of copy limit":>15}  {"undisturbed":>11}')
+    for name,r in runs.items():
+        line = f'{name:16}'
+        if name in weights:
+            step = median(r, 'decode') / (NEW - 1)
+            share = weights[name] / speed['copy'] / step
+            line += f'{ROWS * PROMPT / median(r, "prefill"):9.0f}{ROWS / step:9.0f}{ROWS * NEW / median(r, "total"):9.0f}   {step * 1e3:8.1f}{weights[name] / 1e6:9.0f}{share:15.2f}'
+        else: line += f'{"":18}{ROWS * NEW / median(r, "total"):9.0f}{"":35}'
+        print(f'{line}  {sum(x["others"] < .15 for x in r)} of {len(r)}')
+    ratio = lambda a, b, key: median(runs[b], key) / median(runs[a], key)
+    print(f'\nmixed / base: decode {ratio("lorajax mixed", "lorajax base", "decode"):.2f}, all {ratio("lorajax mixed", "lorajax base", "total"):.2f}')
+    if not args.no_peft: print(f'lorajax mixed / PEFT mixed: {ratio("lorajax mixed", "PEFT mixed", "total"):.1f}')
+    if args.json: args.json.write_text(json.dumps(dict(machine=platform.platform(), jax=jax.__version__, bandwidth=speed, runs=runs), indent=1) + '\n')
+
+if __name__ == '__main__': main()
