@@ -41,8 +41,7 @@ nbs: $(VENV)/.dev  ## run all notebooks, store outputs, export, clean, make READ
 	@$(BIN)/python .ci/readme.py
 
 docs: $(VENV)/.dev  ## render all notebooks to _docs/*.html
-	@$(BIN)/jupyter-nbconvert --log-level WARN --to html --output-dir _docs nbs/[!_]*.ipynb
-	@echo "open _docs/index.html"
+	@$(BIN)/python .ci/docs.py
 
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) _docs *.egg-info

@@ -5,7 +5,7 @@
 # %% ../nbs/00_core.ipynb #a3485953
 from __future__ import annotations
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # %% auto #0
 __all__ = ['EMBEDDING', 'HEAD', 'LAYER_MODULES', 'Refused', 'quoted', 'RopeScaling', 'ModelConfig', 'module_shapes', 'Sampling']

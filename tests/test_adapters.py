@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lorajax.adapters import (Adapter, LoraPair, adapter_fingerprint, base_fingerprint, check_name, random_adapter, tensor_digest,
                               version_id)
 from lorajax.core import ModelConfig, Refused, RopeScaling, module_shapes
-from lorajax.peft import adapts, check_adapter_config, load_adapter, peft_config, rank_at, save_adapter, scale_at
+from lorajax.lora_config import adapts, check_adapter_config, rank_at, scale_at
+from lorajax.peft import load_adapter, peft_config, save_adapter
 
 M0 = ModelConfig(vocab_size=64, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=64)
 SMOLLM2 = ModelConfig(vocab_size=49152, width=576, mlp_width=1536, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64,

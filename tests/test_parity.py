@@ -4,8 +4,8 @@ import jax.numpy as jnp, numpy as np, pytest, torch
 from lorajax.base import byte_tokenizer, load_base
 from lorajax.core import Sampling
 from lorajax.generate import generate
+from lorajax.gguf_files import smollm2_file
 from lorajax.model import KV
-from lorajax.weights import smollm2_file
 from lorajax.working_set import working_set
 from peft import LoraConfig, get_peft_model
 from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,

@@ -5,9 +5,12 @@ from pathlib import Path
 import gguf, ml_dtypes, numpy as np, pytest, torch, transformers
 from gguf import GGMLQuantizationType as T, GGUFWriter
 from safetensors.numpy import load_file, save_file
-import lorajax.weights as weights
+from lorajax import gguf_files, weights
+from lorajax.base import open_base
 from lorajax.core import ModelConfig, Refused, RopeScaling
-from lorajax.weights import all_finite, llama3_stretch, open_base, read_hf_config, tensor_shapes
+from lorajax.gguf_files import Metadata, llama3_stretch, read_gguf
+from lorajax.hf import HF_FIELDS, read_hf_config
+from lorajax.weights import all_finite, tensor_shapes
 
 SIZES = dict(vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4)
 V4 = SIZES | dict(num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, torch_dtype='bfloat16')
@@ -146,7 +149,7 @@ def test_unsupported_config_is_refused_by_name(kind, fields, word):
 @pytest.mark.parametrize('kind', CLASSES)
 def test_any_json_value_gives_a_config_or_a_refusal(kind):
     odd = [None, True, False, 0, 1, -1, 2.5, 10**30, float('inf'), float('nan'), '', 'x', [], [1], ['x'], {}, dict(x=1)]
-    fields = [*weights.HF_FIELDS[kind], 'model_type', 'hidden_act', 'num_experts', 'eos_token_id']
+    fields = [*HF_FIELDS[kind], 'model_type', 'hidden_act', 'num_experts', 'eos_token_id']
     cases = [{name: value} for name in fields for value in odd]
     cases += [dict(rope_parameters=dict(rope_type=t) | LLAMA3 | {name: value})
               for t in ('llama3', 'linear') for name in ('rope_type', 'rope_theta', *LLAMA3) for value in odd]
@@ -581,7 +584,7 @@ def test_gguf_values_are_checked_when_they_are_read(value, tmp_path, monkeypatch
     block[5, :2] = np.array([value], '<f2').view(np.uint8)
     file = write_gguf(tmp_path/'x.gguf', TINY, tensors, quantised={'blk.0.ffn_up.weight': (T.Q4_1, block)})
     with monkeypatch.context() as m:
-        m.setattr(weights, 'gguf_values', lambda *args: pytest.fail('opening a base read a weight'))
+        m.setattr(gguf_files, 'gguf_values', lambda *args: pytest.fail('opening a base read a weight'))
         open_base(file)
     opened = open_base(file).tensors
     for name in ('model.norm.weight', 'model.layers.0.mlp.up_proj.weight'):
@@ -592,8 +595,8 @@ def test_bounded_reader_equals_the_library_s(tmp_path):
     keys = {'tokenizer.ggml.tokens': ['a', 'ß', ''], 'tokenizer.ggml.scores': [0., -1.5, 2.], 'general.languages': ['en'],
             'tokenizer.ggml.add_bos_token': False, 'tokenizer.chat_template': 'x\ny'}
     file = write_gguf(tmp_path/'x.gguf', TINY, random_tensors(TINY, dtype=ml_dtypes.bfloat16), keys=keys)
-    ours, theirs = weights.read_gguf(file), gguf.GGUFReader(file)
-    assert dict(weights.Metadata(ours)) == {key: field.contents() for key,field in theirs.fields.items()}
+    ours, theirs = read_gguf(file), gguf.GGUFReader(file)
+    assert dict(Metadata(ours)) == {key: field.contents() for key,field in theirs.fields.items()}
     for a,b in zip(ours.tensors, theirs.tensors, strict=True):
         assert (a.name, a.tensor_type, a.shape.tolist()) == (b.name, b.tensor_type, b.shape.tolist())
         assert a.data.tobytes() == b.data.tobytes() and a.data.shape == b.data.shape

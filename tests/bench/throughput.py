@@ -7,6 +7,8 @@ medians, unless there are no others. --json FILE keeps all repetitions.
 import argparse, json, multiprocessing, platform, statistics, tempfile, time
 from pathlib import Path
 import psutil
+from rich.console import Console
+from rich.progress import track
 
 ROWS, PROMPT, NEW, RANK = 8, 64, 64, 16
 LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
@@ -39,7 +41,7 @@ def peft_worker(pipe, adapter_folders):
     os.environ.update(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false')
     warnings.simplefilter('ignore')
     import torch, transformers
-    from lorajax.weights import smollm2_file
+    from lorajax.gguf_files import smollm2_file
     from peft import PeftModel
     transformers.utils.logging.disable_progress_bar(), transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(psutil.cpu_count(logical=True))
@@ -78,19 +80,23 @@ def peft(adapter_folders):
         return here.recv()
     return {name: (lambda name=name: ask(name)) for name in ('PEFT mixed', 'PEFT base rows')}
 
-def bandwidth():
-    "Bytes per second of reading, and of copying (bytes read plus bytes written), by XLA on all cores; the best of several."
-    import jax, jax.numpy as jnp
-    a = jnp.ones((1 << 27,), jnp.float32)
-    forms = dict(read=(jax.jit(jnp.sum), 1), copy=(jax.jit(lambda a: a + 1), 2))
-    def best(f, times):
+def bandwidth(size=1 << 29):
+    "Bytes per second of reading (XLA sums an array) and of copying (NumPy, one thread a core; bytes read plus written); the best of several."
+    import jax, jax.numpy as jnp, numpy as np
+    from concurrent.futures import ThreadPoolExecutor
+    def best(f):
         seconds = []
         for _ in range(8):
             start = time.perf_counter()
-            f(a).block_until_ready()
+            f()
             seconds.append(time.perf_counter() - start)
-        return times * a.nbytes / min(seconds)
-    return {name: best(*form) for name,form in forms.items()}
+        return size / min(seconds)
+    numbers, total = jnp.ones(size // 4, jnp.float32), jax.jit(jnp.sum)
+    read = best(lambda: total(numbers).block_until_ready())
+    cores = psutil.cpu_count()
+    source, target = (np.ones((cores, size // 8 // cores), np.float32) for _ in range(2)) # half of `size` each
+    with ThreadPoolExecutor(cores) as pool: copy = best(lambda: list(pool.map(np.copyto, target, source)))
+    return dict(read=read, copy=copy)
 
 # ---- taking turns on a machine that others use too
 
@@ -111,15 +117,13 @@ def wait_idle(limit=.15, patience=60):
 
 def take_turns(things, reps):
     runs = {name: [] for name in things}
-    for rep in range(reps):
+    for rep in track(range(reps), 'measuring', console=Console(stderr=True)):
         for name,f in things.items():
             wait_idle()
             before, start = cpu_seconds(), time.perf_counter()
             run = f()
             run['others'] = others(before, cpu_seconds(), time.perf_counter() - start)
             runs[name].append(run)
-            print(f'\r{rep + 1} of {reps}  {name:16}', end='', flush=True)
-    print('\r' + ' ' * 40 + '\r', end='')
     return runs
 
 def median(runs, key):
@@ -134,8 +138,8 @@ def main():
     args = parser.parse_args()
     import jax
     from lorajax.adapters import random_adapter
+    from lorajax.base import open_base
     from lorajax.peft import save_adapter
-    from lorajax.weights import open_base
     from lorajax.working_set import working_set
     print(f'{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, jax {jax.__version__} on {jax.default_backend()}')
     with tempfile.TemporaryDirectory() as tmp:
@@ -143,21 +147,20 @@ def main():
         folders = [save_adapter(random_adapter(config, f'a{i}', RANK, LINEARS, 1., i, .02), f'{tmp}/a{i}') for i in range(ROWS)]
         things, base, adapters = ours(folders)
         if not args.no_peft: things |= peft(folders)
-        print('warm; measuring')
         speed, runs = bandwidth(), take_turns(things, args.reps)
         again = bandwidth()
     speed = {k: max(speed[k], again[k]) for k in speed}
     groups = working_set(adapters, config, base.dtype)
     weights = {'lorajax base': base.nbytes, 'lorajax mixed': base.nbytes + sum(x.nbytes for x in jax.tree.leaves(groups))}
     print(f'memory: read {speed["read"] / 1e9:.1f} GB/s, copy {speed["copy"] / 1e9:.1f} GB/s (read + written)\n')
-    print(f'{"tokens/s":16}{"prefill":>9}{"decode":>9}{"all new":>9}   {"ms/step":>8}{"MB/step":>9}{"of copy limit":>15}  {"undisturbed":>11}')
+    print(f'{"tokens/s":16}{"prefill":>9}{"decode":>9}{"all new":>9}   {"ms/step":>8}{"MB/step":>9}{"of read limit":>15}{"of copy limit":>15}  {"undisturbed":>11}')
     for name,r in runs.items():
         line = f'{name:16}'
         if name in weights:
             step = median(r, 'decode') / (NEW - 1)
-            share = weights[name] / speed['copy'] / step
-            line += f'{ROWS * PROMPT / median(r, "prefill"):9.0f}{ROWS / step:9.0f}{ROWS * NEW / median(r, "total"):9.0f}   {step * 1e3:8.1f}{weights[name] / 1e6:9.0f}{share:15.2f}'
-        else: line += f'{"":18}{ROWS * NEW / median(r, "total"):9.0f}{"":35}'
+            share = {k: weights[name] / speed[k] / step for k in speed}
+            line += f'{ROWS * PROMPT / median(r, "prefill"):9.0f}{ROWS / step:9.0f}{ROWS * NEW / median(r, "total"):9.0f}   {step * 1e3:8.1f}{weights[name] / 1e6:9.0f}{share["read"]:15.2f}{share["copy"]:15.2f}'
+        else: line += f'{"":18}{ROWS * NEW / median(r, "total"):9.0f}{"":50}'
         print(f'{line}  {sum(x["others"] < .15 for x in r)} of {len(r)}')
     ratio = lambda a, b, key: median(runs[b], key) / median(runs[a], key)
     print(f'\nmixed / base: decode {ratio("lorajax mixed", "lorajax base", "decode"):.2f}, all {ratio("lorajax mixed", "lorajax base", "total"):.2f}')

@@ -1,0 +1,152 @@
+"""The `lorajax` command as a process: what a person types, sees and gets as exit status."""
+import json, os, shutil, subprocess, sys
+from pathlib import Path
+import jax, numpy as np, pytest
+from safetensors.numpy import load_file, save_file
+from lorajax import __version__, cli
+from lorajax.base import random_base, save_base
+from lorajax.adapters import random_adapter
+from lorajax.peft import save_adapter
+
+ROOT = Path(__file__).resolve().parents[1]
+
+def lorajax(*args, stdin=''):
+    env = os.environ | {'COLUMNS': '100', 'TERM': 'dumb', 'JAX_PLATFORMS': 'cpu'}
+    return subprocess.run([str(Path(sys.executable).parent / 'lorajax'), *map(str, args)], capture_output=True, text=True, input=stdin, env=env)
+
+@pytest.fixture
+def here(capsys, monkeypatch):
+    "The same command within this process, which saves starting Python; returns what the process would."
+    cache = jax.config.jax_compilation_cache_dir
+    def run(*args):
+        monkeypatch.setattr(sys, 'argv', ['lorajax', *map(str, args)])
+        with pytest.raises(SystemExit) as stop: cli.main()
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(args, stop.value.code or 0, out, err)
+    yield run
+    jax.config.update('jax_compilation_cache_dir', cache)
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+    "A tiny base with three adapters."
+    folder = tmp_path_factory.mktemp('cli')
+    base = random_base(dtype='bfloat16')
+    save_base(base, folder / 'base')
+    for i,name in enumerate(('red', 'blue')): save_adapter(random_adapter(base.config, name, 4 + i, seed=i), folder / name)
+    return folder
+
+def generate(files, *args, run=lorajax, **kw):
+    return run('generate', '--model', files / 'base', '--adapter', f'red={files}/red', '--adapter', f'blue={files}/blue', '-n', 6, *args, **kw)
+
+def test_help_reads_well():
+    out = lorajax('--help').stdout
+    for command in ('generate', 'inspect', 'convert', 'demo'): assert command in out
+    out = lorajax('generate', '--help').stdout
+    for option in ('--model', '--adapter', '--use', '--prompt', '--temperature', '--seed', '--json'): assert option in out
+    assert __version__ in lorajax('--version').stdout
+
+def test_generate_answers_each_prompt_with_its_adapter(files):
+    done = generate(files, '-p', 'same', '-p', 'same', '-p', 'same', '-u', 'red', '-u', 'base', '-u', 'blue', '--json')
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r['adapter'] for r in rows] == ['red', 'base', 'blue'] and len({r['text'] for r in rows}) == 3
+    assert 'tokens in 3 rows' in done.stderr
+    alone = generate(files, '-p', 'same', '-u', 'red')
+    assert alone.stdout.rstrip('\n') == rows[0]['text']
+
+def test_prompt_from_standard_input(files):
+    assert generate(files, '-p', '-', stdin='same').stdout == generate(files, '-p', 'same').stdout
+
+def test_seed_repeats(files):
+    warm = lambda *seed: generate(files, '-p', 'x', '-t', '1', *seed).stdout
+    assert warm('--seed', '3') == warm('--seed', '3')
+
+def test_inspect(files, here):
+    out = here('inspect', files / 'blue', '--model', files / 'base').stdout
+    assert 'rank           5' in out and 'q_proj, v_proj' in out
+    assert 'n_layers       2' in here('inspect', files / 'base').stdout
+
+def test_a_bad_adapter_in_a_real_process(files, tmp_path):
+    done = lorajax('generate', '--model', files / 'base', '--adapter', f'x={broken(files, tmp_path / "x", cut)}', '-p', 'hi')
+    assert done.returncode == 1 and done.stdout == '' and done.stderr.startswith("lorajax: adapter 'x': ") and done.stderr.count('\n') == 1
+
+def broken(files, folder, change):
+    "A copy of the adapter `red` with one thing wrong."
+    shutil.copytree(files / 'red', folder)
+    change(folder)
+    return folder
+
+def edit_config(**changes):
+    def change(folder):
+        file = folder / 'adapter_config.json'
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return change
+
+def edit_tensors(f):
+    def change(folder):
+        file = folder / 'adapter_model.safetensors'
+        save_file(f(load_file(file)), file)
+    return change
+
+def cut(folder):
+    file = folder / 'adapter_model.safetensors'
+    file.write_bytes(file.read_bytes()[:-3])
+
+def with_nan(tensors):
+    key = sorted(tensors)[0]
+    return tensors | {key: np.full_like(tensors[key], np.nan)}
+
+BAD_ADAPTERS = dict(
+    cut_file=(cut, 'not a whole safetensors file'),
+    not_json=(lambda f: (f / 'adapter_config.json').write_text('{'), 'adapter_config.json'),
+    no_config=(lambda f: (f / 'adapter_config.json').unlink(), 'adapter_config.json: no such file'),
+    no_weights=(lambda f: (f / 'adapter_model.safetensors').unlink(), 'adapter_model.safetensors: no such file'),
+    rank_zero=(edit_config(r=0), 'r=0; the rank must be from 1 to 512'),
+    dora=(edit_config(use_dora=True), 'use_dora'),
+    nan=(edit_tensors(with_nan), 'not finite'),
+    unknown_module=(edit_tensors(lambda t: {k.replace('q_proj', 'query'): v for k,v in t.items()}), "query.lora_A.weight' fits no module"),
+    wrong_base=(edit_tensors(lambda t: {k: np.ascontiguousarray(v[:, :-1]) if 'lora_A' in k else v for k,v in t.items()}), 'has shape'))
+
+@pytest.mark.parametrize('case', BAD_ADAPTERS)
+def test_bad_adapter_ends_in_one_sentence(files, tmp_path, here, case):
+    change, sentence = BAD_ADAPTERS[case]
+    done = here('generate', '--model', files / 'base', '--adapter', f'x={broken(files, tmp_path / "x", change)}', '-p', 'hi', '-u', 'x')
+    assert done.returncode == 1 and done.stdout == ''
+    assert done.stderr.count('\n') == 1 and done.stderr.startswith("lorajax: adapter 'x': ") and sentence in done.stderr
+
+@pytest.mark.parametrize('args, sentence', [
+    (['--adapter', 'a.b=DIR'], 'without dots or slashes'),
+    (['--adapter', '../x=DIR'], 'without dots or slashes'),
+    (['--adapter', '=DIR'], 'adapter name'),
+    (['--adapter', 'base=DIR'], "can't be called 'base'"),
+    (['--adapter', 'x=DIR', '--adapter', 'x=DIR'], "two adapters are called 'x'"),
+    (['--use', 'nobody'], '--use nobody: no adapter has that name'),
+    (['--use', 'base', '--use', 'base'], 'there are 1 prompts and 2 --use'),
+    (['--model', 'no/such/model'], 'no/such/model'),
+    (['--dtype', 'float16'], 'choose one of bfloat16, float32'),
+    (['--temperature', '-1'], 'temperature=-1'),
+    (['--top-p', '0'], 'top_p=0'),
+    (['-n', '0'], 'max_new_tokens=0'),
+    (['-n', '600'], 'exceed the context of 512'),
+    (['--backend', 'cuda'], "no backend 'cuda'"),
+    (['--system', 'be kind'], '--system needs a chat template')])
+def test_bad_words_end_in_one_sentence(files, here, args, sentence):
+    args = [a.replace('DIR', str(files / 'red')) for a in args]
+    done = here('generate', '--model', files / 'base', '-p', 'hi', *args)
+    assert done.returncode == 1 and done.stdout == '', done.stderr
+    assert done.stderr.count('\n') == 1 and done.stderr.startswith('lorajax: ') and sentence in done.stderr
+
+def test_empty_prompt_is_refused(files, here):
+    done = here('generate', '--model', files / 'base', '-p', '')
+    assert done.returncode == 1 and 'prompt 0 has no tokens' in done.stderr
+
+def test_convert_keeps_a_base_and_never_overwrites(files, tmp_path):
+    done = lorajax('convert', '--model', files / 'base', '--out', tmp_path / 'kept')
+    assert done.returncode == 0 and 'holds' in done.stdout
+    assert lorajax('generate', '--model', tmp_path / 'kept', '-p', 'hi', '-n', 4).stdout == lorajax('generate', '--model', files / 'base', '-p', 'hi', '-n', 4).stdout
+    again = lorajax('convert', '--model', files / 'base', '--out', tmp_path / 'kept')
+    assert again.returncode == 1 and 'is there already' in again.stderr
+
+def test_demo_with_a_missing_adapter_is_one_sentence(tmp_path, here):
+    done = here('demo', '--adapters', tmp_path)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith('lorajax: adapter ')
