@@ -12,6 +12,7 @@ def readme():
     nb.metadata['language_info'] = {'name': 'python'}   # nbdev_clean strips it; the code fences need it
     text, extra = MarkdownExporter().from_notebook_node(nb)
     assert not extra['outputs'], 'the index shows a picture; README.md has no place to keep it'
+    text = text.replace("'../", "'")   # notebooks run in nbs/, a reader of README.md stands in the root
     head = '<!-- made from nbs/index.ipynb by .ci/readme.py; edit the notebook -->\n\n'
     return head + '\n'.join(line.rstrip() for line in text.strip().splitlines()) + '\n'
 
