@@ -16,13 +16,13 @@ set_matplotlib_formats('svg', metadata={'Date': None})
 """
 
 def run_one(path, write):
-    from execnb.nbio import write_nb
+    from execnb.nbio import read_nb, write_nb
     from execnb.shell import CaptureShell
     from nbdev.clean import clean_nb
     from nbdev.config import get_config
     from nbdev.process import NBProcessor
     flags = set(get_config().tst_flags.split())
-    nb = NBProcessor(path, process=True).nb
+    stored, nb = read_nb(path), NBProcessor(path, process=True).nb   # processing takes the directives out of the cells
     shell = CaptureShell(path)
     shell.run(SVG)
     def skipped(cell):
@@ -32,8 +32,10 @@ def run_one(path, write):
     try: shell.run_all(nb, exc_stop=True, preproc=skipped)
     except BaseException: sys.exit(shell.prettytb(path))
     if write:
-        clean_nb(nb)
-        write_nb(nb, path)
+        for old, new in zip(stored.cells, nb.cells, strict=True):
+            if old.cell_type == 'code': old.outputs = new.outputs
+        clean_nb(stored)
+        write_nb(stored, path)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

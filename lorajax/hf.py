@@ -104,7 +104,7 @@ def read_json(path:Path) -> dict:
     "The object in a JSON file."
     try: d = json.loads(path.read_text('utf-8'))
     except FileNotFoundError: raise Refused(f'{path} is missing') from None
-    except ValueError as e: raise Refused(f'{path} is not JSON ({e}); fetch it again') from None
+    except (ValueError, RecursionError) as e: raise Refused(f'{path} is not JSON ({e}); fetch it again') from None
     if not isinstance(d, dict): raise Refused(f'{path} holds a {type(d).__name__} where an object should be')
     return d
 
