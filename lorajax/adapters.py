@@ -27,10 +27,13 @@ class LoraPair:
     def __post_init__(self):
         shapes = self.a.shape, self.b.shape
         assert self.a.ndim == self.b.ndim == 2 and self.a.shape[0] == self.b.shape[1] > 0, f'{shapes} are not a pair'
+        dtypes = {self.a.dtype.name, self.b.dtype.name}
+        assert dtypes <= {'float32', 'bfloat16', 'float16'}, f'{dtypes}: a pair is float32, bfloat16 or float16'
         for part in ('a', 'b'):
-            frozen = getattr(self, part).view()
-            frozen.flags.writeable = False
-            object.__setattr__(self, part, frozen)
+            x = getattr(self, part)
+            if x.flags.writeable or not x.flags.owndata: x = x.copy()
+            x.flags.writeable = False
+            object.__setattr__(self, part, x)
 
     @property
     def rank(self): return self.a.shape[0]
@@ -88,7 +91,7 @@ def base_fingerprint(
 
 # %% ../nbs/01_adapters.ipynb #f7c0005f
 def version_id(
-    base: str, # `base_fingerprint`
+    base: str, # what is served: `base_fingerprint`, and with it the dtype
     adapter: str = '', # `adapter_fingerprint`; empty for the base alone
 ) -> str: # 64 hex digits
     "The identity of an adapter on a base."
@@ -142,5 +145,8 @@ def random_adapter(
     "An adapter of normally distributed float32 numbers."
     rng, targets = np.random.default_rng(seed), set(targets)
     draw = lambda *shape: std * rng.standard_normal(shape, np.float32)
-    shapes = {path: shape for path,shape in module_shapes(config).items() if targets & {path, path.rpartition('.')[2]}}
+    names = {path: {path, path.rpartition('.')[2]} for path in module_shapes(config)}
+    if unknown := targets - set().union(*names.values()):
+        raise Refused(f'target {quoted(min(unknown))} is no module of this base; give a name such as q_proj, or a full path')
+    shapes = {path: shape for path,shape in module_shapes(config).items() if names[path] & targets}
     return Adapter(name, {path: LoraPair(draw(rank, n_in), draw(n_out, rank), scale) for path,(n_in, n_out) in shapes.items()})

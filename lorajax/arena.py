@@ -43,8 +43,11 @@ def write_pages(
 ) -> Array: # [P, words]
     "The buffer with the chunk in these pages."
     pages = jax.device_put(chunk, jax.memory.Space.Device)
-    for i in range(len(chunk)): words = jax.lax.dynamic_update_slice(words, pages[i:i+1], (ids[i], jnp.int32(0)))
-    return words
+    def one_by_one(words):
+        for i in range(len(chunk)): words = jax.lax.dynamic_update_slice(words, pages[i:i+1], (ids[i], jnp.int32(0)))
+        return words
+    def scatter(words): return words.at[ids].set(pages, mode='promise_in_bounds', unique_indices=True)
+    return jax.lax.platform_dependent(words, cpu=one_by_one, default=scatter)
 
 class Arena:
     "The device's buffer. One thread makes all calls."
@@ -68,7 +71,7 @@ class Arena:
         at = 0
         for chunk in chunks:
             n = len(chunk)
-            self.words = self.programs[n](self.words, chunk, jnp.array(ids[at:at+n], jnp.int32))
+            self.words = self.programs[n](self.words, chunk, np.array(ids[at:at+n], np.int32))
             at += n
         assert at == len(ids), f'{at} pages came for {len(ids)}'
 
@@ -92,7 +95,9 @@ class Residents:
 
     def use(self, version:str) -> bool: # False while it is read from disk
         "Pin a version for a running request, and start its copy to the device if it isn't there; `NoRoom` when it has to wait."
-        if version in self.pages: self.pages.use(version)
+        if version in self.pages.holdings:
+            if version not in self.pages: self.pages.keep(version) # dropped, but still in use; its content can't have changed
+            self.pages.use(version)
         elif version in self.recipes: return self._join(version)
         elif (reading := self.store.ahead(version)).done(): self._swap_in(version, reading.result())
         else: return False

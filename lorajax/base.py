@@ -4,7 +4,7 @@
 
 # %% ../nbs/09f_base.ipynb #eb841a9c
 from __future__ import annotations
-import json, tempfile
+import hashlib, json, tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ import jax, jax.numpy as jnp, numpy as np
 import orbax.checkpoint as ocp, tokenizers
 from flax import nnx
 from .adapters import Adapter, base_fingerprint, tensor_digest, version_id
-from .core import ModelConfig, Refused, RopeScaling, module_shapes
+from .core import ModelConfig, Refused, RopeScaling, module_shapes, quoted
 from .gguf_files import open_gguf, smollm2_file
 from .hf import open_hf
 from .model import Decoder, pack, random_tensors
@@ -26,7 +26,7 @@ from .weights import BaseFiles
 __all__ = ['DTYPES', 'RECORD', 'Base', 'open_base', 'load_base', 'save_base', 'restore_base', 'byte_tokenizer', 'random_base']
 
 # %% ../nbs/09f_base.ipynb #05df142e
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Base:
     "A base model on the device, ready to run."
     name: str # what requests call it
@@ -46,7 +46,9 @@ class Base:
 
     def load_adapter(self, path:str|Path, name:str|None=None) -> Adapter: # name: None for the directory's
         "The adapter in a PEFT directory, checked against this base."
-        return load_adapter(path, self.config, name, self.tensor)
+        adapter = load_adapter(path, self.config, name, self.tensor)
+        if adapter.name == self.name: raise Refused(f'adapter {adapter.name!r} has the name of the base; give it another')
+        return adapter
 
     def check(self, adapter:Adapter|None):
         "Refuses an adapter that was made for another base."
@@ -58,13 +60,17 @@ class Base:
 
     def version(self, adapter:Adapter|None=None) -> str: # None for the base alone
         "The identity of an adapter on this base."
-        return version_id(self.fingerprint, adapter.fingerprint if adapter else '')
+        return version_id(f'{self.fingerprint} {self.dtype}', adapter.fingerprint if adapter else '')
+
+    def __repr__(self):
+        c = self.config
+        return f'Base({self.name!r}, {c.n_layers} layers of width {c.width}, {self.nbytes / 1e6:.0f} MB, {self.dtype}, {self.fingerprint[:16]})'
 
 # %% ../nbs/09f_base.ipynb #feb97546
 def open_base(path:str | Path) -> BaseFiles: # path: a Hugging Face directory, a .gguf file, or the word 'smollm2'
     "A base model, with all names, types and shapes checked and no weight read."
     path = smollm2_file() if path == 'smollm2' else Path(path)
-    if not path.exists(): raise Refused(f"there is no {path}; give a model's directory, a .gguf file, or 'smollm2'")
+    if not path.exists(): raise Refused(f"there is no {path}; give a model's directory, a .gguf file, or 'smollm2' (nothing is downloaded)")
     return open_hf(path) if path.is_dir() else open_gguf(path)
 
 # %% ../nbs/09f_base.ipynb #f01fa9ac
@@ -72,13 +78,13 @@ DTYPES = dict(bfloat16=jnp.bfloat16, float32=jnp.float32)
 
 def load_base(
     path:str|Path, # a Hugging Face directory, a .gguf file, a directory from `save_base`, or the word 'smollm2'
-    dtype:str='bfloat16', # of weights and activations, 'bfloat16' or 'float32'
-    name:str|None=None, # what requests call it; None for the path's last part
+    dtype:str|None=None, # of weights and activations, 'bfloat16' or 'float32'; None for bfloat16, or for what `save_base` kept
+    name:str|None=None, # what requests call it; None for the last part of the path
     progress:Callable=lambda layers: layers, # wraps the iteration over layers, for a progress bar
 ) -> Base:
     "The base in these files, on the default device."
-    if dtype not in DTYPES: raise Refused(f'dtype={dtype!r}; choose one of {", ".join(DTYPES)}')
-    if (Path(path) / RECORD).is_file(): return restore_base(path, dtype, name)
+    if dtype not in (None, *DTYPES): raise Refused(f'dtype={dtype!r}; choose one of {", ".join(DTYPES)}')
+    if path != 'smollm2' and (Path(path) / RECORD).is_file(): return restore_base(path, dtype, name)
     files = open_base(path)
     tokenizer = (tokenizer_from_hf(files.path, files.eos_ids) if files.kind == 'hf' else
                  tokenizer_from_gguf(files.metadata, files.eos_ids))
@@ -87,8 +93,9 @@ def load_base(
         array = files.tensors[key]
         digests[key] = tensor_digest(key, array)
         return array
-    decoder = pack(files.config, tensor, DTYPES[dtype], progress)
-    return Base(name or Path(path).stem, files.config, decoder, tokenizer, base_fingerprint(digests, files.config))
+    decoder = pack(files.config, tensor, DTYPES[dtype or 'bfloat16'], progress)
+    own = Path(path).absolute().stem if files.kind == 'gguf' else Path(path).absolute().name
+    return Base(name or own, files.config, decoder, tokenizer, base_fingerprint(digests, files.config))
 
 # %% ../nbs/09f_base.ipynb #cd91be9f
 RECORD = 'lorajax_base.json'
@@ -98,46 +105,68 @@ def _text_record(t): # all of a tokenizer but its clock
                 control=sorted(t.control), bos_id=t.bos_id, eos_ids=list(t.eos_ids), template=t.template)
 
 def _tokenizer(d): # the tokenizer of such a record
-    return Tokenizer(**d | dict(codec=tokenizers.Tokenizer.from_str(d['codec']), control=frozenset(d['control']), eos_ids=tuple(d['eos_ids'])))
+    codec = tokenizers.Tokenizer.from_str(d['codec'])
+    return Tokenizer(**d | dict(codec=codec, control=frozenset(d['control']), eos_ids=tuple(d['eos_ids'])))
 
 def _config(d): # the config of a record
     scaling = d['rope_scaling'] and RopeScaling(**d['rope_scaling'])
     return ModelConfig(**d | dict(windows=tuple(d['windows']), rope_scaling=scaling))
 
-# %% ../nbs/09f_base.ipynb #9cbbdb34
+def _seal(record): # of all its fields but the seal
+    return hashlib.sha256(json.dumps({k: v for k,v in record.items() if k != 'seal'}, sort_keys=True).encode()).hexdigest()
+
+def _array_hashes(weights): # one for each array of the tree
+    digest = lambda x: hashlib.sha256(np.asarray(x).view(np.uint8)).hexdigest()
+    return {jax.tree_util.keystr(path): digest(x) for path,x in jax.tree_util.tree_leaves_with_path(weights)}
+
+# %% ../nbs/09f_base.ipynb #90e3c9af
 def save_base(
     base:Base,
     path:str|Path, # the directory to make
 ) -> Path: # the same directory
     "Keeps a loaded base in a form that loads fast."
-    path = Path(path).absolute()
+    path, weights = Path(path).absolute(), nnx.to_pure_dict(nnx.state(base.decoder))
     if path.exists(): raise Refused(f'{path} is there already; choose another directory')
     record = dict(name=base.name, config=asdict(base.config), dtype=base.dtype.name, fingerprint=base.fingerprint,
-                  tokenizer=_text_record(base.tokenizer))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', dir=path.parent) as unfinished:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(Path(unfinished) / 'base/weights', nnx.to_pure_dict(nnx.state(base.decoder)))
-        (Path(unfinished) / 'base' / RECORD).write_text(json.dumps(record))
-        (Path(unfinished) / 'base').rename(path)
+                  tokenizer=_text_record(base.tokenizer), arrays=_array_hashes(weights))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', dir=path.parent) as unfinished:
+            with ocp.StandardCheckpointer() as checkpointer: checkpointer.save(Path(unfinished) / 'base/weights', weights)
+            (Path(unfinished) / 'base' / RECORD).write_text(json.dumps(record | dict(seal=_seal(record))))
+            (Path(unfinished) / 'base').rename(path)
+    except OSError as e: raise Refused(f'{path} cannot be written ({e.strerror}); choose another directory') from None
     return path
+
+# %% ../nbs/09f_base.ipynb #9fcb9d9c
+def _read_record(path):
+    try: record = json.loads((path / RECORD).read_text('utf-8'))
+    except (OSError, ValueError, RecursionError) as e: raise Refused(f'{path / RECORD} cannot be read ({e}); save the base again') from None
+    if not isinstance(record, dict) or record.get('seal') != _seal(record):
+        raise Refused(f'{path / RECORD} was changed after it was saved; save the base again')
+    return record
+
+def _restore_weights(path): # the tree of arrays, on the default device
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            held = checkpointer.metadata(path).item_metadata.tree
+            return checkpointer.restore(path, jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here), held))
+    except Exception as e: # Orbax and TensorStore raise many kinds for a damaged checkpoint
+        raise Refused(f'{path} is missing or damaged ({quoted(str(e))}); save the base again') from None
 
 def restore_base(
     path:str|Path, # a directory from `save_base`
-    dtype:str, # must be the one it was saved with
+    dtype:str|None=None, # None for the one it was saved with
     name:str|None=None, # what requests call it; None for the name it was saved with
 ) -> Base:
     "The base that `save_base` kept."
     path = Path(path).absolute()
-    try: record = json.loads((path / RECORD).read_text())
-    except ValueError as e: raise Refused(f'{path / RECORD} is not JSON ({e}); save the base again') from None
-    if record['dtype'] != dtype: raise Refused(f'{path} holds {record["dtype"]} weights; load it with that dtype, or save it again as {dtype}')
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with ocp.StandardCheckpointer() as checkpointer:
-        held = checkpointer.metadata(path / 'weights').item_metadata.tree
-        target = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here), held)
-        weights = checkpointer.restore(path / 'weights', target)
-    config = _config(record['config'])
+    record = _read_record(path)
+    if dtype not in (None, record['dtype']):
+        raise Refused(f'{path} holds {record["dtype"]} weights; leave dtype out, or save the base again as {dtype}')
+    weights, config = _restore_weights(path / 'weights'), _config(record['config'])
+    if _array_hashes(weights) != record['arrays']: raise Refused(f'{path / "weights"} was changed after it was saved; save the base again')
     return Base(name or record['name'], config, Decoder(config, weights), _tokenizer(record['tokenizer']), record['fingerprint'])
 
 # %% ../nbs/09f_base.ipynb #9c6081ce

@@ -4,9 +4,9 @@
 
 # %% ../nbs/20_cli.ipynb #b8bff01c
 from __future__ import annotations
-import json, sys, time
+import json, os, sys, time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 import jax, typer
@@ -15,15 +15,19 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress import track
 from rich.text import Text
+from safetensors import safe_open
 from . import __version__
-from .adapters import Adapter
-from .base import DTYPES, Base, load_base, save_base
+from .adapters import check_name
+from .base import DTYPES, load_base, save_base
 from .core import Refused, Sampling
 from .generate import Event, stream
+from .lora_config import CONFIG_FILE, check_adapter_config
+from .ops import check_backend
+from .peft import WEIGHTS_FILE
 
 # %% auto #0
-__all__ = ['app', 'ModelArg', 'DtypeArg', 'DEMO', 'named_folders', 'who_answers', 'Pace', 'show', 'generate_', 'inspect',
-           'convert', 'demo', 'main']
+__all__ = ['app', 'MODEL_HELP', 'ModelArg', 'DTYPE_HELP', 'DtypeArg', 'DEMO', 'named_folders', 'who_answers', 'Shown', 'show',
+           'generate_', 'inspect', 'convert', 'demo', 'main']
 
 # %% ../nbs/20_cli.ipynb #8a202ef9
 def named_folders(
@@ -32,95 +36,128 @@ def named_folders(
     "The adapters that `--adapter` names."
     pairs = [(name, Path(folder)) if eq else (Path(name).name, Path(name)) for name,eq,folder in (s.partition('=') for s in specs)]
     names = [name for name,_ in pairs]
-    for name in names:
+    for name, folder in pairs:
         if name == 'base': raise Refused("an adapter can't be called 'base', the word for no adapter; give it another name: NAME=DIR")
         if names.count(name) > 1: raise Refused(f'two adapters are called {name!r}; give each a name of its own: NAME=DIR')
+        if not folder.is_dir(): raise Refused(f'--adapter {check_name(name)}: there is no directory {folder}; nothing is downloaded')
+        check_name(name)
     return dict(pairs)
 
 def who_answers(
     use:Sequence[str], # words of `--use`
     n:int, # number of prompts
-    names:Iterable[str], # adapters that are loaded
+    names:Sequence[str], # adapters that are loaded
 ) -> list[str]: # one name a prompt, 'base' for none
     "The adapter of each prompt."
-    use = list(use) * n if len(use) == 1 else list(use) or ['base'] * n
+    known = ['base', *names]
+    if not use and len(names) > 1: raise Refused(f'several adapters and no --use; say who answers: {", ".join(known)}')
+    use = list(use) or known[-1:]
+    if len(use) == 1: use *= n
     if len(use) != n: raise Refused(f'there are {n} prompts and {len(use)} --use; give none, one, or one a prompt')
     for name in use:
-        if name not in {'base', *names}: raise Refused(f'--use {name}: no adapter has that name; load it with --adapter {name}=DIR')
+        if name not in known: raise Refused(f'--use {name}: no adapter has that name; loaded are {", ".join(known)}')
     return use
 
 # %% ../nbs/20_cli.ipynb #48d13560
 @dataclass(frozen=True)
-class Pace:
-    "When a batch started, gave its first token and ended, in seconds, and what it produced."
-    start: float
-    first: float
-    end: float
+class Shown:
+    "A batch's answers, and when they came, in seconds."
+    texts: tuple[str, ...] # one a row
+    finish: tuple[str, ...] # 'stop' or 'length'; '' for a row that was interrupted
     tokens: int # generated in all rows
-    rows: int
+    start: float
+    first: float # when the first token came
+    end: float
 
     def __str__(self):
-        later = self.tokens - self.rows
-        speed = f', then {later / (self.end - self.first):.0f} tokens/s' if later and self.end > self.first else ''
-        return f'{self.tokens} tokens in {self.rows} rows: first after {self.first - self.start:.1f} s (compiling included){speed}'
+        rows, later = len(self.texts), self.tokens - len(self.texts)
+        speed = f', then {later / (self.end - self.first):.0f} tokens/s' if later > 0 and self.end > self.first else ''
+        return f'{self.tokens} tokens in {rows} row{"s" * (rows > 1)}: first after {self.first - self.start:.1f} s{speed}'
 
-def _panels(titles, texts): return Group(*(Panel(Text(x), title=t, title_align='left') for t,x in zip(titles, texts)))
+def _note(finish): return '(cut at the limit)' if finish == 'length' else ''
 
+def _panels(titles, texts, finish):
+    panel = lambda title, text, end: Panel(Text(text), title=Text(title), title_align='left', subtitle=Text(_note(end)), subtitle_align='right')
+    return Group(*map(panel, titles, texts, finish))
+
+# %% ../nbs/20_cli.ipynb #50ba2d0d
 def show(
     events:Iterable[Event], # from `stream`
     titles:Sequence[str], # one a row
-    console:Console, # where to
-) -> tuple[list[str], list[str], Pace]: # text of each row, how each ended, and the times
+    console:Console|None=None, # where to; None shows nothing
+) -> Shown:
     "Print a batch's answers while they are generated."
-    texts, finish, start, first, tokens = [''] * len(titles), [''] * len(titles), time.perf_counter(), None, 0
-    live = Live(console=console, refresh_per_second=8) if console.is_terminal and len(titles) > 1 else None
-    if live: live.start()
+    n, start, first, tokens, printed = len(titles), time.perf_counter(), None, 0, 0
+    texts, finish = [''] * n, [''] * n
+    live = Live(console=console, refresh_per_second=8) if console and console.is_terminal and n > 1 else None
+    def plain(upto): # print complete answers, in order
+        nonlocal printed
+        while console and printed < upto and n > 1:
+            console.file.write(f'== {titles[printed]} {_note(finish[printed])}'.rstrip() + f'\n{texts[printed]}\n\n')
+            printed += 1
     try:
+        if live: live.start()
         for e in events:
             first, tokens = first or time.perf_counter(), tokens + 1
             texts[e.row] += e.text
             finish[e.row] = e.finish or ''
-            if len(titles) == 1: console.file.write(e.text), console.file.flush()
-            elif live: live.update(_panels(titles, texts))
-            elif e.finish: console.print(_panels([titles[e.row]], [texts[e.row]]))
+            if console and n == 1: console.file.write(e.text), console.file.flush()
+            elif live: live.update(_panels(titles, texts, finish))
+            else: plain(next((i for i,end in enumerate(finish) if not end), n))
+    except KeyboardInterrupt: print('interrupted', file=sys.stderr)
     finally:
         if live: live.stop()
-    if len(titles) == 1: console.file.write('\n')
-    return texts, finish, Pace(start, first, time.perf_counter(), tokens, len(titles))
+    if not live: plain(n)
+    if console and n == 1: console.file.write('\n')
+    end = time.perf_counter()
+    return Shown(tuple(texts), tuple(finish), tokens, start, first or end, end)
 
-# %% ../nbs/20_cli.ipynb #a0711568
+# %% ../nbs/20_cli.ipynb #40f6aa01
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help='Multi-LoRA generation in JAX: one base model, many adapters, one batch.')
 
-ModelArg = Annotated[str, typer.Option('--model', '-m', help="A Hugging Face directory, a .gguf file, a directory from `lorajax convert`, or the word smollm2.")]
-DtypeArg = Annotated[str, typer.Option(help=f'Of weights and activations: {" or ".join(DTYPES)}.')]
+MODEL_HELP = 'A Hugging Face directory, a .gguf file, a directory from `lorajax convert`, or the word smollm2.'
+ModelArg = Annotated[str, typer.Option('--model', '-m', help=MODEL_HELP)]
+DTYPE_HELP = f'Of weights and activations: {" or ".join(DTYPES)}. By default bfloat16, or what `convert` kept.'
+DtypeArg = Annotated[str|None, typer.Option(help=DTYPE_HELP, show_default=False)]
 
 def _version(asked:bool):
     if asked: print(f'lorajax {__version__}, jax {jax.__version__}, {jax.default_backend()}'); raise typer.Exit()
 
 @app.callback()
 def _start(version:Annotated[bool, typer.Option('--version', callback=_version, is_eager=True, help='Print versions and stop.')]=False):
-    cache = Path.home() / '.cache/lorajax/xla'  # compiled programs, so that a second start doesn't compile again
-    jax.config.update('jax_compilation_cache_dir', str(cache))
+    jax.config.update('jax_compilation_cache_dir', str(Path.home() / '.cache/lorajax/xla'))
 
-def _loaded(model, dtype, err):
-    return load_base(model, dtype, progress=lambda layers: track(layers, f'loading {Path(model).name}', console=err, transient=True))
+def _loaded(model, dtype):
+    err = Console(stderr=True)
+    bar = lambda layers: track(layers, f'loading {Path(model).name}', console=err, transient=True) if err.is_terminal else layers
+    return load_base(model, dtype, progress=bar)
+
+# %% ../nbs/20_cli.ipynb #31a71b09
+def _typed(prompts): # with the one '-' replaced by standard input
+    if prompts.count('-') > 1: raise Refused('two prompts are -, but there is one standard input; give one of them as text')
+    try: return [sys.stdin.read() if p == '-' else p for p in prompts]
+    except UnicodeDecodeError: raise Refused('standard input is not UTF-8 text; convert it first') from None
 
 def _messages(base, text, system, raw):
-    if text == '-': text = sys.stdin.read()
     if raw or base.tokenizer.template is None:
-        if system: raise Refused("--system needs a chat template, and there is none or --raw is given; put it into the prompt")
+        why = 'and --raw leaves it out' if raw else f'and the base {base.name} has none'
+        if system: raise Refused(f'--system needs a chat template, {why}; put the words into the prompt')
         return text
     return ([dict(role='system', content=system)] if system else []) + [dict(role='user', content=text)]
 
-def _clipped(text, width=60): return text if len(text) <= width else text[:width - 1] + '…'
+def _title(name, prompt, width=60):
+    line = ' '.join(prompt.split())
+    return f'{name} · {line if len(line) <= width else line[:width - 1] + "…"}'
 
-# %% ../nbs/20_cli.ipynb #6f3f5544
+def _say(text): print(text, file=sys.stderr)
+
+# %% ../nbs/20_cli.ipynb #30bd955d
 @app.command('generate')
 def generate_(
     prompt:Annotated[list[str], typer.Option('--prompt', '-p', help='A prompt; repeat for more. A single - reads standard input.')],
     model:ModelArg='smollm2',
-    adapter:Annotated[list[str], typer.Option('--adapter', '-a', metavar='NAME=DIR', help='A PEFT directory and what to call it; repeat for more.')]=[],
+    adapter:Annotated[list[str], typer.Option('--adapter', '-a', metavar='[NAME=]DIR', help='A PEFT directory and what to call it; repeat for more.')]=[],
     use:Annotated[list[str], typer.Option('--use', '-u', metavar='NAME', help="Who answers: one for all prompts, or one a prompt in order; 'base' for no adapter.")]=[],
     system:Annotated[str, typer.Option(help='System message of the chat template.')]='',
     raw:Annotated[bool, typer.Option('--raw', help='Send the prompt as it is, without the chat template.')]=False,
@@ -128,58 +165,77 @@ def generate_(
     temperature:Annotated[float, typer.Option('--temperature', '-t', help='0 is greedy.')]=0.,
     top_k:Annotated[int, typer.Option(help='Keep the k likeliest tokens; 0 keeps all.')]=0,
     top_p:Annotated[float, typer.Option(help='Keep the smallest set of tokens with this probability.')]=1.,
-    seed:Annotated[int|None, typer.Option(help='Repeats a run; a fresh one each time by default.')]=None,
-    dtype:DtypeArg='bfloat16',
-    backend:Annotated[str|None, typer.Option(help='Implementation of the products: xla or ref; by default the best that can.')]=None,
+    seed:Annotated[int|None, typer.Option(help='Repeats a run; prompt i draws from seed + i. A fresh one each time by default.')]=None,
+    dtype:DtypeArg=None,
+    backend:Annotated[str|None, typer.Option(help='Implementation of all products: xla or ref; by default the best that can.')]=None,
     as_json:Annotated[bool, typer.Option('--json', help='Print one JSON object a prompt when all are done.')]=False,
 ):
     "Answer all prompts in one batch, each with its own adapter."
-    out, err = Console(soft_wrap=True), Console(stderr=True)
-    sampling, folders = Sampling(max_new_tokens, temperature, top_k, top_p, seed), named_folders(adapter)
-    names = who_answers(use, len(prompt), folders)
-    base = _loaded(model, dtype, err)
+    check_backend(backend)
+    one, folders = Sampling(max_new_tokens, temperature, top_k, top_p, seed), named_folders(adapter)
+    prompts, names = _typed(prompt), who_answers(use, len(prompt), list(folders))
+    if temperature == 0 and (top_k or top_p < 1 or seed is not None): _say('note: temperature is 0, so --top-k, --top-p and --seed change nothing')
+    for name in folders.keys() - set(names): _say(f'note: adapter {name} is loaded, but no prompt uses it')
+    base = _loaded(model, dtype)
     adapters = {name: base.load_adapter(folder, name) for name,folder in folders.items()}
     for a in adapters.values():
-        for note in a.notes: err.print(f'adapter {a.name}: {note}', style='yellow')
-    rows = stream(base, [_messages(base, p, system, raw) for p in prompt], [adapters.get(n) for n in names], sampling, backend)
-    titles = [f'{n} · {_clipped(p)}' for n,p in zip(names, prompt)]
-    texts, finish, pace = show(rows, titles, Console(quiet=True, file=open('/dev/null', 'w')) if as_json else out)
-    for p,n,text,end in zip(prompt, names, texts, finish) if as_json else ():
+        for note in a.notes: _say(f'note: adapter {a.name}: {note}')
+    sampling = [replace(one, seed=None if seed is None else seed + i) for i in range(len(prompts))]
+    rows = stream(base, [_messages(base, p, system, raw) for p in prompts], [adapters.get(n) for n in names], sampling, backend)
+    shown = show(rows, list(map(_title, names, prompts)), None if as_json else Console())
+    for p,n,text,end in zip(prompts, names, shown.texts, shown.finish) if as_json else ():
         print(json.dumps(dict(prompt=p, adapter=n, text=text, finish=end), ensure_ascii=False))
-    err.print(str(pace), style='dim')
+    _say(str(shown))
+    if not all(shown.finish): raise typer.Exit(130)
 
-# %% ../nbs/20_cli.ipynb #e42a5784
+# %% ../nbs/20_cli.ipynb #0b7e302c
+def _lines(**facts):
+    for name,value in facts.items(): print(f'{name.replace("_", " "):14} {value}')
+
+def _inspect_adapter(folder):
+    try: raw = json.loads((folder / CONFIG_FILE).read_text('utf-8'))
+    except (OSError, ValueError) as e: raise Refused(f'{folder / CONFIG_FILE} cannot be read ({e})') from None
+    s = check_adapter_config(raw)
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework='numpy') as f: parts = [f.get_slice(k) for k in f.keys()]
+        ranks, dtypes = sorted({min(p.get_shape()) for p in parts}), sorted({p.get_dtype() for p in parts})
+    except Exception as e: raise Refused(f'{folder / WEIGHTS_FILE} cannot be read ({e}); save the adapter with PEFT') from None
+    targets = s.target_modules if isinstance(s.target_modules, str) else ', '.join(s.target_modules)
+    _lines(trained_on=raw.get('base_model_name_or_path'), rank=', '.join(map(str, ranks)), alpha=f'{s.lora_alpha:g}{" rsLoRA" * s.use_rslora}',
+           targets=targets, tensors=f'{len(parts)} of {", ".join(dtypes)}')
+
 @app.command()
 def inspect(
     path:Annotated[str, typer.Argument(help='An adapter directory, or a base as for --model.')],
-    model:ModelArg='smollm2',
+    model:Annotated[str|None, typer.Option('--model', '-m', help='The base to check an adapter against, as for generate.')]=None,
 ):
     "Say what an adapter or a base is: shapes, ranks, size, identity."
-    err = Console(stderr=True)
-    if not (Path(path) / 'adapter_config.json').exists():
-        base = _loaded(path, 'bfloat16', err)
-        for name,value in vars(base.config).items(): print(f'{name:14} {value}')
-        print(f'{"size":14} {base.nbytes / 1e6:.1f} MB as {base.dtype}\n{"fingerprint":14} {base.fingerprint}')
-        return
-    base = _loaded(model, 'bfloat16', err)
-    adapter = base.load_adapter(path)
-    ranks = sorted({p.rank for p in adapter.modules.values()})
-    print(f'{"name":14} {adapter.name}\n{"modules":14} {len(adapter.modules)}: {", ".join(adapter.targets)}')
-    print(f'{"rank":14} {", ".join(map(str, ranks))}\n{"scale":14} {", ".join(sorted({f"{p.scale:g}" for p in adapter.modules.values()}))}')
-    print(f'{"size":14} {adapter.nbytes / 1e6:.2f} MB\n{"fingerprint":14} {adapter.fingerprint}\n{"version":14} {base.version(adapter)}')
-    for note in adapter.notes: print(f'{"note":14} {note}')
+    folder = Path(path)
+    if not (folder / CONFIG_FILE).exists():
+        if folder.is_dir() and (inner := sorted(p.parent.name for p in folder.glob(f'*/{CONFIG_FILE}'))):
+            raise Refused(f'{folder} holds adapters in {", ".join(inner)}; name one of these directories')
+        base = _loaded(path, None)
+        return _lines(**vars(base.config), size=f'{base.nbytes / 1e6:.1f} MB as {base.dtype}', fingerprint=base.fingerprint,
+                      chat_template='yes' if base.tokenizer.template else 'none')
+    _inspect_adapter(folder)
+    if model is None: return
+    base = _loaded(model, None)
+    adapter = base.load_adapter(folder, 'inspected')
+    _lines(fits=f'{base.name}: {len(adapter.modules)} modules, {", ".join(adapter.targets)}', size=f'{adapter.nbytes / 1e6:.2f} MB',
+           scale=', '.join(sorted({f'{p.scale:g}' for p in adapter.modules.values()})), fingerprint=adapter.fingerprint, version=base.version(adapter))
+    for note in adapter.notes: _lines(note=note)
 
 @app.command()
 def convert(
     model:ModelArg,
     out:Annotated[Path, typer.Option('--out', '-o', help='The directory to make.')],
-    dtype:DtypeArg='bfloat16',
+    dtype:DtypeArg=None,
 ):
     "Keep a base as an Orbax checkpoint that loads fast; give the directory as --model later."
-    path = save_base(_loaded(model, dtype, Console(stderr=True)), out)
-    print(f'{path} holds {model} as {dtype}')
+    base = _loaded(model, dtype)
+    print(f'{save_base(base, out)} holds {base}')
 
-# %% ../nbs/20_cli.ipynb #c39fb57c
+# %% ../nbs/20_cli.ipynb #a2239627
 DEMO = [('base', 'I need to cancel the table for Owen Dancause sorry.'),
         ('slots', 'I need to cancel the table for Owen Dancause sorry.'),
         ('slots', 'I think we can just about make the 8pm slot'),
@@ -189,29 +245,39 @@ DEMO = [('base', 'I need to cancel the table for Owen Dancause sorry.'),
         ('sql', 'What are the upper-level classes that offer 8 credits ?'),
         ('sql', 'Who teaches Advanced Organic Chemistry ?')]
 
-def _memory_line(base, adapters):
-    import psutil
-    return (f'memory: base {base.nbytes / 1e6:.0f} MB, {len(adapters)} adapters {sum(a.nbytes for a in adapters.values()) / 1e6:.1f} MB, '
-            f'whole process {psutil.Process().memory_info().rss / 1e6:.0f} MB')
+def _process_memory(): # bytes
+    try: import psutil
+    except ModuleNotFoundError: raise Refused("the demo's memory line needs psutil; install it with: pip install 'lorajax[demo]'") from None
+    return psutil.Process().memory_info().rss
 
 @app.command()
 def demo(
     adapters:Annotated[Path, typer.Option(help='Directory with the example adapters slots, bash, bard and sql.')]=Path('examples/adapters'),
     model:ModelArg='smollm2',
-    dtype:DtypeArg='bfloat16',
+    dtype:DtypeArg=None,
 ):
     "Eight prompts for four adapters and the base, in one batch."
-    out, err = Console(), Console(stderr=True)
-    base = _loaded(model, dtype, err)
+    if not (adapters / 'slots').is_dir(): raise Refused(f'there are no example adapters in {adapters}; start in the repository, or give --adapters')
+    _process_memory()
+    base = _loaded(model, dtype)
     loaded = {name: base.load_adapter(adapters / name, name) for name in dict.fromkeys(n for n,_ in DEMO) if name != 'base'}
-    out.print(f'base {base.name}: {base.config.n_layers} layers of width {base.config.width}, {base.dtype} on {jax.default_backend()}')
-    for a in loaded.values(): out.print(f'  adapter {a.name}: rank {a.max_rank} on {", ".join(a.targets)}')
-    rows = stream(base, [[dict(role='user', content=text)] for _,text in DEMO], [loaded.get(n) for n,_ in DEMO], Sampling(max_new_tokens=48))
-    texts, _, pace = show(rows, [f'{n} · {text}' for n,text in DEMO], out)
-    assert texts[0] != texts[1], 'the adapter must answer differently from the base'
-    out.print(f'demo done: {pace}\n{_memory_line(base, loaded)}')
+    print(f'base {base.name}: {base.config.n_layers} layers of width {base.config.width}, {base.dtype} on {jax.default_backend()}')
+    for a in loaded.values(): print(f'  adapter {a.name}: rank {a.max_rank} on {", ".join(a.targets)}')
+    print(flush=True)
+    rows = stream(base, [[dict(role='user', content=text)] for _,text in DEMO], [loaded.get(n) for n,_ in DEMO], Sampling(max_new_tokens=80))
+    shown = show(rows, [_title(*row) for row in DEMO], Console())
+    assert not all(shown.finish) or shown.texts[0] != shown.texts[1], 'the adapter must answer differently from the base'
+    print(f'demo {"done" if all(shown.finish) else "interrupted"}: {shown}\nmemory: base {base.nbytes / 1e6:.0f} MB, {len(loaded)} adapters '
+          f'{sum(a.nbytes for a in loaded.values()) / 1e6:.1f} MB, whole process {_process_memory() / 1e6:.0f} MB')
 
+# %% ../nbs/20_cli.ipynb #314fd8d3
 def main():
-    "The `lorajax` command: a `Refused` ends in one line and status 1."
-    try: app()
-    except Refused as e: print(f'lorajax: {e}', file=sys.stderr); sys.exit(1)
+    "The `lorajax` command."
+    try:
+        app()
+    except Refused as e: _say(f'lorajax: {e}'); sys.exit(1)
+    except KeyboardInterrupt: sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()) # or Python complains once more at exit
+        sys.exit(1)
+    except OSError as e: _say(f'lorajax: {e}'); sys.exit(1)

@@ -4,11 +4,14 @@
 
 # %% ../nbs/00_core.ipynb #a3485953
 from __future__ import annotations
-import math
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 # %% auto #0
-__all__ = ['EMBEDDING', 'HEAD', 'LAYER_MODULES', 'Refused', 'quoted', 'RopeScaling', 'ModelConfig', 'module_shapes', 'Sampling']
+__all__ = ['EMBEDDING', 'HEAD', 'LAYER_MODULES', 'Refused', 'quoted', 'read_text', 'read_json', 'RopeScaling', 'ModelConfig',
+           'module_shapes', 'Sampling']
 
 # %% ../nbs/00_core.ipynb #dc3eaf48
 class Refused(ValueError):
@@ -17,8 +20,31 @@ class Refused(ValueError):
 # %% ../nbs/00_core.ipynb #c7709e3a
 def quoted(x) -> str:
     "`x` as it goes into a message: quoted, and cut where a caller could make it endless."
-    text = repr(x)
+    try: text = repr(x)
+    except (RecursionError, ValueError): text = type(x).__name__ # nested too deep, or a number of thousands of digits
     return text if len(text) <= 120 else text[:117] + '...'
+
+# %% ../nbs/00_core.ipynb #716a4da0
+def read_text(
+    path: Path,
+    remedy: str, # what to do about a file that can't be read, such as 'fetch the model again'
+) -> str:
+    "The content of a UTF-8 file."
+    try: return path.read_text('utf-8')
+    except FileNotFoundError: raise Refused(f'{path}: no such file; {remedy}') from None
+    except (OSError, ValueError) as e:
+        raise Refused(f'{path} is not readable as text ({getattr(e, "strerror", e)}); {remedy}') from None
+
+def read_json(
+    path: Path,
+    remedy: str, # as for `read_text`
+) -> dict:
+    "The object in a JSON file."
+    text = read_text(path, remedy)
+    try: found = json.loads(text)
+    except (ValueError, RecursionError) as e: raise Refused(f'{path} is not readable as JSON ({e}); {remedy}') from None
+    if not isinstance(found, dict): raise Refused(f'{path} holds a {type(found).__name__} and not a JSON object; {remedy}')
+    return found
 
 # %% ../nbs/00_core.ipynb #1a7c31df
 @dataclass(frozen=True)
@@ -71,6 +97,14 @@ def module_shapes(c:ModelConfig) -> dict[str, tuple[int, int]]: # dotted path ->
     return {EMBEDDING: (c.vocab_size, c.width)} | layers | {HEAD: (c.width, c.vocab_size)}
 
 # %% ../nbs/00_core.ipynb #8b9c2e72
+def _whole(name:str, value, least:int, most:int):
+    if type(value) is not int or not least <= value <= most:
+        raise Refused(f'{name}={quoted(value)}; it must be a whole number from {least} to {most}')
+
+def _number(name:str, value, ok:Callable[[float], bool], must:str):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not ok(value):
+        raise Refused(f'{name}={quoted(value)}; it must be {must}')
+
 @dataclass(frozen=True)
 class Sampling:
     "How the next token is drawn, and when to stop."
@@ -82,9 +116,9 @@ class Sampling:
     ignore_eos: bool = False # go on after the end token, for benchmarks
 
     def __post_init__(self):
-        if self.max_new_tokens < 1: raise Refused(f'max_new_tokens={self.max_new_tokens}; it must be at least 1')
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise Refused(f'temperature={self.temperature}; it must be 0 (greedy) or a positive number')
-        if not 0 < self.top_p <= 1: raise Refused(f'top_p={self.top_p}; it must be above 0 and at most 1')
-        if self.top_k < 0: raise Refused(f'top_k={self.top_k}; it must be 0 (keep all) or more')
-        if self.seed is not None and not 0 <= self.seed < 2**63: raise Refused(f'seed={self.seed}; it must be from 0 to 2**63-1')
+        _whole('max_new_tokens', self.max_new_tokens, 1, 2**31 - 1)
+        _whole('top_k', self.top_k, 0, 2**31 - 1)
+        if self.seed is not None: _whole('seed', self.seed, 0, 2**63 - 1)
+        _number('temperature', self.temperature, lambda t: t == 0 or 1e-6 <= t <= 1e6, '0 (greedy) or a number from 1e-6 to 1e6')
+        _number('top_p', self.top_p, lambda p: 0 < p <= 1, 'a number above 0 and at most 1')
+        if type(self.ignore_eos) is not bool: raise Refused(f'ignore_eos={quoted(self.ignore_eos)}; it must be True or False')

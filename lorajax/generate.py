@@ -4,7 +4,7 @@
 
 # %% ../nbs/11_generate.ipynb #006e8931
 from __future__ import annotations
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 import jax, jax.numpy as jnp, numpy as np
@@ -14,6 +14,7 @@ from .adapters import Adapter
 from .base import Base
 from .core import Refused, Sampling
 from .model import KV
+from .ops import check_backend
 from .sampler import SamplingRows, sample, sampling_rows
 from .text import Detokenizer
 from .working_set import working_set
@@ -33,17 +34,18 @@ class Batch:
     sampling: SamplingRows # how each row is sampled
     generated: Array # [B] int32 tokens the row has so far
 
-@partial(jax.jit, static_argnames=('graph', 'backend'), donate_argnames='kv')
+@partial(jax.jit, static_argnames=('graph', 'length', 'backend'), donate_argnames='kv')
 def step(
     graph:nnx.GraphDef, # of the decoder
     weights:nnx.State, # of the decoder
     kv:KV, # memory of the rows; donated
     batch:Batch, # this step's tokens
     groups:dict, # the adapters' rank rows, see `working_set`
+    length:int|None=None, # positions of kv that are in use, rounded up
     backend:str|None=None, # for `ops`
 ) -> tuple[Batch, KV]: # the next step's batch, whose tokens [B, 1] are the ones just sampled; the memory
     "Run the decoder over the batch's tokens and sample one new token per row."
-    logits, kv = nnx.merge(graph, weights)(batch.tokens, batch.positions, batch.last, kv, batch.slots, groups, backend)
+    logits, kv = nnx.merge(graph, weights)(batch.tokens, batch.positions, batch.last, kv, batch.slots, groups, length, backend)
     tokens = sample(logits, batch.sampling, batch.generated)[:, None]
     at = jnp.take_along_axis(batch.positions, batch.last[:, None], axis=1) + 1
     return replace(batch, tokens=tokens, positions=at, last=jnp.zeros_like(batch.last), generated=batch.generated + 1), kv
@@ -60,7 +62,7 @@ def _chunks(longest): # (start, length) of each prefill step
     return full + ([(done, _round_up(longest - done, 16))] if longest > done else [])
 
 def prefill(
-    run, # (kv, Batch) -> (Batch, KV): `step` with the weights and adapters filled in
+    run, # (kv, Batch, length) -> (Batch, KV): `step` with the weights and adapters filled in
     kv:KV, # empty memory
     prompts:Sequence[Sequence[int]], # token ids of each row, none empty
     slots:Array, # [B] int32
@@ -75,7 +77,7 @@ def prefill(
         positions = np.broadcast_to(np.arange(start, start + n, dtype=np.int32), (len(prompts), n))
         last = np.clip(lengths - 1 - start, 0, n - 1).astype(np.int32)
         now, kv = run(kv, Batch(jnp.array(ids[:, start:start+n]), jnp.array(positions), jnp.array(last), slots, sampling,
-                                jnp.zeros(len(prompts), jnp.int32)))
+                                jnp.zeros(len(prompts), jnp.int32)), start + n)
         ends_here = jnp.array((lengths > start) & (lengths <= start + n))
         keep = lambda new, old: jnp.where(jnp.expand_dims(ends_here, range(1, new.ndim)), new, old)
         out = now if out is None else replace(now, tokens=keep(now.tokens, out.tokens), positions=keep(now.positions, out.positions))
@@ -93,69 +95,86 @@ class Event:
 def token_stream(
     base:Base, # what runs
     prompts:Sequence[Sequence[int]], # token ids of each row
-    adapters:Sequence[Adapter], # adapter i has slot i+1
+    groups:dict, # the adapters' rank rows, see `working_set`
     slots:Sequence[int], # slot of each row; 0 for none
     sampling:Sequence[Sampling], # rules of each row
     backend:str|None=None, # for `ops`
 ) -> Iterator[np.ndarray]: # [B] int32 ids per step; the caller stops when it has enough
     "Tokens of all rows, step by step."
-    B, rows = len(prompts), _round_up(len(prompts), 2) # XLA's CPU product of one bfloat16 row takes ten times as long as of two
+    known = max((len(g.rows[0]) for g in groups.values()), default=1)
+    assert all(0 <= s < known for s in slots), f'slots {slots} of {known}; an index out of range would pick another adapter'
+    B, rows = len(prompts), _round_up(len(prompts), 1)
     pad = lambda values, filler: list(values) + [filler] * (rows - B)
-    N = -(-max(len(p) + s.max_new_tokens for p,s in zip(prompts, sampling)) // 128) * 128
+    in_use, steps = max(map(len, prompts)), max(s.max_new_tokens for s in sampling)
+    length = lambda n: _round_up(n, 128)
     graph, weights = nnx.split(base.decoder)
-    groups = working_set(adapters, base.config, base.dtype)
-    run = lambda kv, batch: step(graph, weights, kv, batch, groups, backend)
-    batch, kv = prefill(run, KV.zeros(base.config, rows, N, base.dtype), pad(prompts, [0]), jnp.array(pad(slots, 0), jnp.int32),
-                        sampling_rows(pad(sampling, Sampling())))
-    for _ in range(max(s.max_new_tokens for s in sampling) - 1):
+    run = lambda kv, batch, n: step(graph, weights, kv, batch, groups, length(n), backend)
+    kv = KV.zeros(base.config, rows, length(in_use + steps), base.dtype)
+    batch, kv = prefill(run, kv, pad(prompts, [0]), jnp.array(pad(slots, 0), jnp.int32), sampling_rows(pad(sampling, Sampling())))
+    for i in range(1, steps):
         ready = batch.tokens
-        batch, kv = run(kv, batch)
+        batch, kv = run(kv, batch, in_use + i)
         yield np.asarray(ready)[:B, 0]
     yield np.asarray(batch.tokens)[:B, 0]
 
 # %% ../nbs/11_generate.ipynb #78be6e44
-def _prompt_ids(base, prompt):
-    if isinstance(prompt, str): return base.tokenizer.encode(prompt)
-    if prompt and isinstance(prompt[0], dict): return base.tokenizer.chat(prompt)
-    return list(prompt)
+def _prompt_ids(base, i, prompt): # -> token ids; whether an answer begins a text, rather than carrying the prompt on
+    if isinstance(prompt, str): return base.tokenizer.encode(prompt), False
+    if not isinstance(prompt, (list, tuple, np.ndarray)):
+        raise Refused(f'prompt {i} is of type {type(prompt).__name__}; give a string, a list of token ids or a list of chat messages')
+    if len(prompt) and all(isinstance(m, Mapping) for m in prompt): return base.tokenizer.chat(prompt), True
+    for t in prompt:
+        if isinstance(t, bool) or not isinstance(t, (int, np.integer)):
+            raise Refused(f'prompt {i} holds {t!r}; a list must be token ids or chat messages, all of one kind')
+        if not 0 <= t < base.config.vocab_size:
+            raise Refused(f'prompt {i}: token id {t} is outside the vocabulary of {base.config.vocab_size}')
+    return [int(t) for t in prompt], False
 
-def _check_prompt(base, i, ids, s):
+def _check_length(base, i, ids, s):
     if not ids: raise Refused(f'prompt {i} has no tokens; give it at least one character')
-    if bad := [t for t in ids if not 0 <= t < base.config.vocab_size]:
-        raise Refused(f'prompt {i}: token id {bad[0]} is outside the vocabulary of {base.config.vocab_size}')
     if len(ids) + s.max_new_tokens > base.config.max_len:
         raise Refused(f'prompt {i} has {len(ids)} tokens and max_new_tokens is {s.max_new_tokens}; together they exceed '
                       f'the context of {base.config.max_len}; shorten one of them')
 
+def _each(what, values, kind, n): # one value a prompt, all of a kind
+    if not isinstance(values, (list, tuple)): raise Refused(f'{what} is of type {type(values).__name__}; give a list with one entry a prompt')
+    if len(values) != n: raise Refused(f'{what} has {len(values)} entries for {n} prompts; give one a prompt')
+    for v in values:
+        if not isinstance(v, kind): raise Refused(f'{what} holds {v!r}; each entry must be {kind}')
+    return list(values)
+
+# %% ../nbs/11_generate.ipynb #32e04520
 def stream(
     base:Base, # from `load_base`
     prompts:Sequence[str|list], # text, token ids or chat messages of each row
     use:Sequence[Adapter|None]|None=None, # adapter of each row; None for the base everywhere
     sampling:Sampling|Sequence[Sampling]=Sampling(), # one for all rows, or one a row
-    backend:str|None=None, # for `ops`
+    backend:str|None=None, # 'xla' or 'ref' for all products; None for the best that can
 ) -> Iterator[Event]:
     "Generate for all prompts in one batch; events come row by row, step by step."
+    check_backend(backend)
+    if not isinstance(prompts, (list, tuple)) or prompts and all(isinstance(p, (Mapping, int)) for p in prompts):
+        raise Refused('prompts must be a list with one prompt for each row; put a single prompt into a list')
     if not prompts: raise Refused('there are no prompts; give at least one')
-    use = list(use) if use is not None else [None] * len(prompts)
-    sampling = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-    for what, values in (('use', use), ('sampling', sampling)):
-        if len(values) != len(prompts): raise Refused(f'{what} has {len(values)} entries for {len(prompts)} prompts; give one a prompt')
-    ids = [_prompt_ids(base, p) for p in prompts]
-    for i,(row,s) in enumerate(zip(ids, sampling)): _check_prompt(base, i, row, s)
+    n = len(prompts)
+    use = [None] * n if use is None else _each('use', use, Adapter | None, n)
+    sampling = [sampling] * n if isinstance(sampling, Sampling) else _each('sampling', sampling, Sampling, n)
+    ids, answers = zip(*(_prompt_ids(base, i, p) for i,p in enumerate(prompts)))
+    for i,(row,s) in enumerate(zip(ids, sampling)): _check_length(base, i, row, s)
     for adapter in use: base.check(adapter)
-    answers = [isinstance(p[0], dict) for p in prompts] # an answer begins a text; a completion carries one on
-    return _events(base, ids, use, sampling, answers, backend)
+    adapters = list({a.fingerprint: a for a in use if a}.values())
+    slots = [1 + [a.fingerprint for a in adapters].index(a.fingerprint) if a else 0 for a in use]
+    tokens = token_stream(base, ids, working_set(adapters, base.config, base.dtype), slots, sampling, backend)
+    return _events(base.tokenizer, tokens, sampling, answers)
 
-# %% ../nbs/11_generate.ipynb #299c875e
-def _events(base, ids, use, sampling, answers, backend):
-    adapters = list({a.fingerprint: a for a in use if a is not None}.values())
-    slots = [1 + [a.fingerprint for a in adapters].index(a.fingerprint) if a is not None else 0 for a in use]
-    texts = [Detokenizer(base.tokenizer, start=answer) for answer in answers]
+# %% ../nbs/11_generate.ipynb #c5841c11
+def _events(tokenizer, steps, sampling, answers):
+    texts = [Detokenizer(tokenizer, start=answer) for answer in answers]
     left = {i: s.max_new_tokens for i,s in enumerate(sampling)}
-    for tokens in token_stream(base, ids, adapters, slots, sampling, backend):
+    for tokens in steps:
         for i in list(left):
             token, left[i] = int(tokens[i]), left[i] - 1
-            if token in base.tokenizer.eos_ids and not sampling[i].ignore_eos: finish, text = 'stop', texts[i].finish()
+            if token in tokenizer.eos_ids and not sampling[i].ignore_eos: finish, text = 'stop', texts[i].finish()
             elif not left[i]: finish, text = 'length', texts[i].push(token) + texts[i].finish()
             else: finish, text = None, texts[i].push(token)
             if finish: del left[i]
@@ -175,9 +194,10 @@ def generate(
     prompts:Sequence[str|list], # text, token ids or chat messages of each row
     use:Sequence[Adapter|None]|None=None, # adapter of each row; None for the base everywhere
     sampling:Sampling|Sequence[Sampling]=Sampling(), # one for all rows, or one a row
-    backend:str|None=None, # for `ops`
+    backend:str|None=None, # 'xla' or 'ref' for all products; None for the best that can
 ) -> list[Completion]: # one a prompt, in order
     "Generate for all prompts in one batch and wait for the end."
+    running = stream(base, prompts, use, sampling, backend)
     events = [[] for _ in prompts]
-    for e in stream(base, prompts, use, sampling, backend): events[e.row].append(e)
+    for e in running: events[e.row].append(e)
     return [Completion(''.join(e.text for e in row), tuple(e.token for e in row), row[-1].finish) for row in events]

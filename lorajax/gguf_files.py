@@ -27,11 +27,13 @@ class BoundedGGUF(GGUFReader):
 
 def read_gguf(path:Path) -> BoundedGGUF:
     "A GGUF's keys and tensor descriptions; the weights stay in the file."
-    with open(path, 'rb') as f: magic, version = f.read(4), f.read(4)
+    try:
+        with open(path, 'rb') as f: magic, version = f.read(4), f.read(4)
+    except OSError as e: raise Refused(f'{path} is not readable ({e.strerror}); give a .gguf file or a model directory') from None
     if magic != b'GGUF': raise Refused(f'{path} starts with {magic!r}, so it is no GGUF; give a .gguf file or a model directory')
     if version[:2] == b'\0\0': raise Refused(f"{path} is big-endian; convert it with gguf's gguf-convert-endian")
     try: return BoundedGGUF(path)
-    except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as e:
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as e:
         raise Refused(f'{path} is cut or damaged ({e}); fetch it again') from None
 
 # %% ../nbs/09c_gguf.ipynb #4c2a0e72

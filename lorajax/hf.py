@@ -4,19 +4,18 @@
 
 # %% ../nbs/09b_hf.ipynb #bc885273
 from __future__ import annotations
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 import ml_dtypes # makes bfloat16 known to NumPy, which safetensors needs
 from safetensors import SafetensorError, safe_open
-from .core import ModelConfig, Refused, RopeScaling, quoted
+from .core import ModelConfig, Refused, RopeScaling, quoted, read_json
 from .weights import (MAX_LAYERS, BaseFiles, Stored, about, check_tensors, consistent, flag, positive, refuse_unread, tie,
                              token_ids, whole)
 
 # %% auto #0
-__all__ = ['HF_FIELDS', 'HF_HARMLESS', 'ROPE_FIELDS', 'hf_rope', 'hf_windows', 'read_hf_config', 'read_json', 'safetensors_file',
-           'no_base', 'hf_shards', 'hf_tensors', 'open_hf']
+__all__ = ['HF_FIELDS', 'HF_HARMLESS', 'ROPE_FIELDS', 'hf_rope', 'hf_windows', 'read_hf_config', 'safetensors_file', 'no_base',
+           'hf_shards', 'hf_tensors', 'open_hf']
 
 # %% ../nbs/09b_hf.ipynb #185b2eb0
 _sizes = dict.fromkeys(('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads'))
@@ -100,19 +99,12 @@ def read_hf_config(d:dict) -> ModelConfig: # d: the content of a config.json, of
         qk_norm=kind == 'qwen3', windows=hf_windows(d)))
 
 # %% ../nbs/09b_hf.ipynb #fbd0c095
-def read_json(path:Path) -> dict:
-    "The object in a JSON file."
-    try: d = json.loads(path.read_text('utf-8'))
-    except FileNotFoundError: raise Refused(f'{path} is missing') from None
-    except (ValueError, RecursionError) as e: raise Refused(f'{path} is not JSON ({e}); fetch it again') from None
-    if not isinstance(d, dict): raise Refused(f'{path} holds a {type(d).__name__} where an object should be')
-    return d
-
 def safetensors_file(path:Path) -> dict[str, Stored]:
     "The tensors of one safetensors file; only its header is read."
     try: file = safe_open(path, framework='np')
     except FileNotFoundError: raise Refused(f'{path} is missing; fetch the model again') from None
-    except SafetensorError as e: raise Refused(f'{path} is cut or is no safetensors file ({e}); fetch it again') from None
+    except (SafetensorError, OSError, ValueError) as e:
+        raise Refused(f'{path} is cut or is no safetensors file ({e}); fetch it again') from None
     stored = {}
     for name in file.keys():
         part, where = file.get_slice(name), f'{path}: tensor {name}'
@@ -138,7 +130,7 @@ def hf_shards(path:Path) -> dict[str, set[str] | None]: # file name -> tensors t
     if single.exists() and index.exists(): raise Refused(f'{path} holds {single.name} and {index.name}; delete the outdated one')
     if single.exists(): return {single.name: None}
     if not index.exists(): raise Refused(no_base(path))
-    shards, places = {}, read_json(index).get('weight_map')
+    shards, places = {}, read_json(index, 'fetch the model again').get('weight_map')
     if not isinstance(places, dict): raise Refused(f'{index} has no weight_map; fetch the model again')
     for tensor,file in places.items():
         if Path(str(file)).name != file: raise Refused(f'{index}: {file!r} is not the name of a file in the same directory')
@@ -161,8 +153,9 @@ def hf_tensors(path:Path) -> dict[str, Stored]:
 def open_hf(path:Path) -> BaseFiles:
     "A Hugging Face directory as a base."
     if not (path/'config.json').exists(): raise Refused(no_base(path))
-    d, generation = read_json(path/'config.json'), path/'generation_config.json'
-    ends = (d | (read_json(generation) if generation.exists() else {})).get('eos_token_id')
+    remedy, generation = 'fetch the model again', path/'generation_config.json'
+    d = read_json(path/'config.json', remedy)
+    ends = (d | (read_json(generation, remedy) if generation.exists() else {})).get('eos_token_id')
     with about(path/'config.json'): c = read_hf_config(d)
     with about(path): eos = token_ids(ends)
     stored = hf_tensors(path)

@@ -25,7 +25,7 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
 
     def sum32(self, x, term=None): # [B, S, in], [B, S, out] float32 -> [B, S, out] float32
-        y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), self.weight[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        y = ops.dot(x.reshape(-1, x.shape[-1]), self.weight[...])
         if self.bias is not None: y += self.bias[...][None].astype(jnp.float32)
         y = y.reshape(*x.shape[:-1], -1)
         return y if term is None else y + term
@@ -125,12 +125,13 @@ class Decoder(nnx.Module):
         kv:KV, # what the rows have so far
         slots:Array, # [B] int32 slot of each row; 0 for none
         groups:dict[str, LoraGroup], # the adapters in the batch, see `working_set`
+        length:int|None=None, # positions that attention looks at; none may be beyond; None for all of kv
         backend:str|None=None, # for `ops.lora` and `ops.attend`
     ) -> tuple[Array, KV]: # [B, V] float32 logits; kv with the tokens' keys and values in it
         "One step: write the tokens' keys and values, attend, and score the next token of each row."
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.c)[None, None]
         x = self._embed(tokens, groups.get('embed'), slots)
-        x, kv = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), positions, kv, slots, groups, backend)
+        x, kv = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), positions, kv, slots, groups, length, backend)
         h = self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1))
         head = self.head or Linear(self.embed[...])
         return head.sum32(h, _lora_terms(groups, slots, backend)('head', h))[:, 0], kv
@@ -142,7 +143,7 @@ class Decoder(nnx.Module):
         term = jnp.einsum('bsr,rd->bsd', h, group.bs[0], preferred_element_type=jnp.float32)
         return (x.astype(jnp.float32) + term).astype(x.dtype)
 
-    def _layers(self, x, rope, positions, kv, slots, groups, backend):
+    def _layers(self, x, rope, positions, kv, slots, groups, length, backend):
         graph, layers = nnx.split(self.layers)
         stacked = {g: (groups[g].a, groups[g].bs) for g in GROUPS if g in groups}
         windows = jnp.array([self.c.window(i) for i in range(self.c.n_layers)], jnp.int32)
@@ -152,7 +153,7 @@ class Decoder(nnx.Module):
             def attend(q, k, v):
                 nonlocal kv
                 kv = kv.write(i, positions, k, v)
-                return ops.attend(q, kv.k[i], kv.v[i], positions, window, backend=backend)
+                return ops.attend(q, kv.k[i, :, :length], kv.v[i, :, :length], positions, window, backend=backend)
             layer = nnx.merge(graph, weights)
             lora = _lora_terms({g: replace(groups[g], a=a, bs=bs) for g,(a,bs) in rows.items()}, slots, backend)
             x += layer.attention(x, attend, rope, lora)

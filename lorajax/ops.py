@@ -13,8 +13,8 @@ from .core import Refused
 from .ref import lora_ref, attend_ref
 
 # %% auto #0
-__all__ = ['BACKENDS', 'LoraGroup', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla', 'attend_xla_decode', 'Backend',
-           'choose', 'lora', 'attend']
+__all__ = ['BACKENDS', 'LoraGroup', 'dot', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla', 'attend_xla_decode',
+           'Backend', 'check_backend', 'choose', 'lora', 'attend']
 
 # %% ../nbs/04_ops.ipynb #91dc0ba1
 @jax.tree_util.register_dataclass
@@ -26,19 +26,27 @@ class LoraGroup:
     owner: Array # [R] int32 slot of each rank row; -1 for padding
     rows: tuple[Array, ...] # m times [slots, M_m] int32, each slot's rows of `bs[m]`, filled up with R_m; slot 0 has none
 
-# %% ../nbs/04_ops.ipynb #c7ac033d
-def _dot(x, y, cx, cy): return jax.lax.dot_general(x, y, (((cx,), (cy,)), ((), ())), preferred_element_type=jnp.float32)
+# %% ../nbs/04_ops.ipynb #e9fde734
+def dot(
+    x:Array, # [T, in]
+    w:Array, # [out, in], or [in, out] with `over=0`
+    over:int=1, # the axis of `w` that is summed over
+) -> Array: # [T, out] float32
+    "`x` times a matrix, summed in float32."
+    rows = jnp.concatenate([x, x]) if len(x) == 1 else x
+    return jax.lax.dot_general(rows, w, (((1,), (over,)), ((), ())), preferred_element_type=jnp.float32)[:len(x)]
 
+# %% ../nbs/04_ops.ipynb #c7ac033d
 def lora_xla_decode(
     x:Array, # [B, 1, in] one token per row
     g:LoraGroup, # of one layer
     slots:Array, # [B] int32 slot of each row; 0 for none
 ) -> tuple[Array, ...]: # m times [B, 1, out_m] float32
     "Every token with every rank row, then a mask: each weight is read once."
-    h = _dot(x[:, 0], g.a, 1, 1)
+    h = dot(x[:, 0], g.a)
     h = jnp.where(g.owner[None] == slots[:, None], h, 0.).astype(g.a.dtype)
     ends = accumulate(b.shape[0] for b in g.bs)
-    return tuple(_dot(h[:, n-b.shape[0]:n], b, 1, 0)[:, None] for n,b in zip(ends, g.bs))
+    return tuple(dot(h[:, n-b.shape[0]:n], b, over=0)[:, None] for n,b in zip(ends, g.bs))
 
 # %% ../nbs/04_ops.ipynb #139d5237
 def lora_xla(
@@ -122,6 +130,12 @@ BACKENDS = {
     'lora': {'xla-decode': Backend(lora_xla_decode, _one_token), 'xla': Backend(lora_xla, _same_dtype), 'ref': Backend(lora_each, _can)},
     'attend': {'xla-decode': Backend(attend_xla_decode, _one_query), 'xla': Backend(attend_xla, _can), 'ref': Backend(attend_ref, _can)},
 }
+
+def check_backend(
+    name:str|None, # what a caller asked the whole model to use
+):
+    "Refuses a name that can't serve every product of a model, before anything runs."
+    if name not in (None, 'xla', 'ref'): raise Refused(f'there is no backend {name!r} for a whole model; choose xla or ref, or leave it out')
 
 def choose(
     op:str, # 'lora' or 'attend'

@@ -36,7 +36,7 @@ class Holding:
 _rank = attrgetter('rank')
 
 class Idle:
-    "The idle pages' number, and the holdings that can be evicted now, in that order."
+    "How many pages are idle, and the holdings that can be evicted now, the first to go in front."
     def __init__(self): self.pages, self.age, self.order, self._ticks = 0, 0., [], count()
     def stamp(self, h:Holding): h.rank = self.age + h.cost / max(1, len(h.pages)), next(self._ticks)
     def add(self, h:Holding): insort(self.order, h, key=_rank)
@@ -83,17 +83,17 @@ def _leave(
 ) -> list[Hashable]: # keys that left: `h`'s, and those of dropped parts that only it had kept
     "Gives the pages of `h` back."
     left = [h]
-    for h in left: # grows while it is walked
-        pages._idle.remove(h)
-        pages._idle.pages -= len(h.pages)
-        pages._free += reversed(h.pages)
-        del pages.holdings[h.key]
-        for part in h.parts:
+    for gone in left: # grows while it is walked
+        pages._idle.remove(gone)
+        pages._idle.pages -= len(gone.pages)
+        pages._free += reversed(gone.pages)
+        del pages.holdings[gone.key]
+        for part in gone.parts:
             part.dependents -= 1
             if part.pins or part.dependents: continue
             pages._idle.add(part)
             if part.dropped: left.append(part)
-    return [h.key for h in left]
+    return [gone.key for gone in left]
 
 # %% ../nbs/05_pages.ipynb #11fc832d
 class NoRoom(Exception):
@@ -128,13 +128,14 @@ def _usable(pages:Pages, key:Hashable) -> Holding:
     "What is held under `key`, if it can be used anew."
     h = pages.holdings.get(key)
     assert h, f'{key!r} is not held; it was evicted or dropped, or never taken'
-    assert not h.dropped, f'{key!r} was dropped; it stays only for those that had it before'
+    assert not h.dropped, f'{key!r} was dropped, and stays only for those that had it before; keep it to use it anew'
     return h
 
 def _take(pages, key, n, tenant, cost, parts):
     "See `Pages.take`."
-    assert key not in pages.holdings, f'{key!r} is held already; use it, or wait until it has left'
-    assert n >= 0 and isfinite(cost) and cost >= 0, f'{key!r}: n={n}, cost={cost}; both must be finite and not negative'
+    assert key not in pages.holdings, f'{key!r} is held already; use it, or if it was dropped, keep it'
+    assert isinstance(n, int) and isfinite(cost) and min(n, cost) >= 0, \
+        f'{key!r}: n={n}, cost={cost}; n must be whole and cost finite, and neither negative'
     h = Holding(key, tenant, cost, tuple(_usable(pages, part) for part in parts), uses=1, pins=1)
     _check_room(pages, key, n, h.parts)
     _pin(pages, h.parts)
@@ -191,11 +192,18 @@ class Pages:
         h.dropped = True
         return [] if h.pins or h.dependents else _leave(self, h)
 
+    def keep(self, key:Hashable):
+        "Takes a `drop` back: `key` hasn't left yet, so it can be used anew."
+        assert key in self.holdings and key not in self, f'{key!r} is not waiting to leave; there is no drop to take back'
+        self.holdings[key].dropped = False
+
 # %% ../nbs/05_pages.ipynb #291ea0c6
 _COLOURS = dict(adapter='#4c78a8', kv='#f58518')
 
 def _held(pages): # tenant -> pages
-    return sum((Counter({h.tenant: len(h.pages)}) for h in pages.holdings.values()), Counter())
+    pages_of = Counter()
+    for h in pages.holdings.values(): pages_of[h.tenant] += len(h.pages)
+    return pages_of
 
 def page_map(
     pages:Pages,
@@ -207,10 +215,11 @@ def page_map(
     for p in range(pages.reserved + pages.capacity):
         h, row, column = owner.get(p), *divmod(p, across)
         label = str(h.key) if h else '·' if p < pages.reserved else ''
-        fill = f'fill="{_COLOURS.get(h.tenant, "#54a24b")}" fill-opacity="{1 if h.pins else .3}"' if h else 'fill="none"'
+        fill, strength = (_COLOURS.get(h.tenant, '#54a24b'), 1 if h.pins else .3) if h else ('white', 1)
+        ink = 'white' if h and h.pins else 'black'
         drawn.append(f'<g transform="translate({column * 52 + 1} {row * 28 + 1})"><title>page {p} {escape(label)}</title>'
-                     f'<rect width="50" height="26" rx="3" stroke="#888" {fill}/><text x="25" y="17" text-anchor="middle"'
-                     f'{" fill=\'white\'" if h and h.pins else ""}>{escape(label[:7])}</text></g>')
+                     f'<rect width="50" height="26" rx="3" stroke="#888" fill="{fill}" fill-opacity="{strength}"/>'
+                     f'<text x="25" y="17" text-anchor="middle" fill="{ink}">{escape(label[:7])}</text></g>')
     width, height = min(across, p + 1) * 52 + 2, (row + 1) * 28 + 2
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">'
             '<rect width="100%" height="100%" fill="white"/>' + ''.join(drawn) + '</svg>')
@@ -219,13 +228,13 @@ def page_map(
 def _check(pages):
     "Asserts that each page is accounted for once, and that every count follows from the holdings."
     held, idle = pages.holdings.values(), pages._idle
-    everywhere = [*range(pages.reserved), *pages._free, *(p for h in held for p in h.pages)]
-    assert sorted(everywhere) == list(range(pages.reserved + pages.capacity)), 'reserved, free and held pages are not every page once'
+    found = sorted([*range(pages.reserved), *pages._free, *(p for h in held for p in h.pages)])
+    assert found == list(range(pages.reserved + pages.capacity)), 'reserved, free and held pages are not every page once'
     dependents, pinned = Counter(p for h in held for p in h.parts), Counter(p for h in held if h.pins for p in h.parts)
     for key,h in pages.holdings.items():
-        assert h.key == key and all(pages.holdings.get(p.key) is p for p in h.parts), f'{key!r}: it is filed wrongly or a part has gone'
-        assert h.uses >= 0 and h.pins == h.uses + pinned[h] and h.dependents == dependents[h], f'{key!r}: its counts are wrong'
-        assert h.pins or h.dependents or not h.dropped, f'{key!r}: it was dropped, and nothing keeps it'
+        assert h.key == key and all(pages.holdings.get(p.key) is p for p in h.parts), f'{key!r} is misfiled, or a part has gone'
+        assert h.uses >= 0 and h.pins == h.uses + pinned[h] and h.dependents == dependents[h], f'{key!r} is counted wrongly'
+        assert h.pins or h.dependents or not h.dropped, f'{key!r} was dropped, and nothing keeps it'
     assert idle.pages == sum(len(h.pages) for h in held if not h.pins), 'the number of idle pages is wrong'
     can_go = sorted((h for h in held if not h.pins and not h.dependents), key=_rank)
     assert idle.order == can_go, 'the order of eviction is not that of the holdings that can go'

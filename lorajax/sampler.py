@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp
 from jax import Array
 from .core import Sampling
 

@@ -9,11 +9,11 @@ import jinja2, tokenizers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, normalizers
-from .core import Refused
+from .core import Refused, quoted
 
 # %% auto #0
 __all__ = ['BYTE_ALPHABET', 'SHIELD', 'shield', 'compile_template', 'Tokenizer', 'Detokenizer', 'tokenizer_from_codec']
@@ -72,41 +72,28 @@ def compile_template(source:str) -> jinja2.Template:
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', _Generation])
     env.globals['raise_exception'], env.filters['tojson'] = _raise_exception, _tojson
     try: return env.from_string(source)
-    except jinja2.TemplateSyntaxError as e: raise Refused(f'the chat template is wrong in line {e.lineno}: {e.message}') from e
+    except jinja2.TemplateSyntaxError as e:
+        raise Refused(f'the chat template is wrong in line {e.lineno}: {e.message}; fetch it again') from e
+    except Exception as e: raise Refused(f'the chat template does not compile: {quoted(str(e))}; fetch it again') from e
 
 def _run_template(source:str, **variables) -> str:
     "What the template writes; whatever goes wrong inside it is the caller's `Refused`."
     template = compile_template(source)
     try: return template.render(tools=None, documents=None, **variables)
-    except Exception as e: raise Refused(f'the chat template refused the messages: {e}') from e
+    except Exception as e: raise Refused(f'the chat template refused the messages: {quoted(str(e))}') from e
 
 # %% ../nbs/09d_text.ipynb #565b406d
 def _check_messages(
     messages:Sequence[Mapping], # {'role': ..., 'content': ...}, the oldest first
-    template:str, # Jinja source
 ):
-    "Refuses what isn't a list of messages that `template` has a use for."
+    "Refuses what isn't a list of messages."
     if not isinstance(messages, (list, tuple)) or not messages: raise Refused('messages must be a list with at least one message')
     for i,m in enumerate(messages):
         if not isinstance(m, Mapping): raise Refused(f'messages[{i}] is a {type(m).__name__}; it must have a role and a content')
         if not (isinstance(m.get('role'), str) and m['role'].isidentifier()):
-            raise Refused(f'messages[{i}] has role {m.get("role")!r}; it must be one word, such as user')
+            raise Refused(f'messages[{i}] has role {quoted(m.get("role"))}; it must be one word, such as user')
         if not isinstance(m.get('content'), str):
             raise Refused(f'messages[{i}] has content of type {type(m.get("content")).__name__}; it must be one string')
-        for key,value in m.items():
-            if value is not None and key not in ('role', 'content') and str(key) not in template:
-                raise Refused(f"messages[{i}] has {key!r}, which this base's chat template doesn't read; leave it out")
-
-def _check_all_read(
-    messages:list[dict], # as the template got them
-    prompt:str, # what it wrote
-    run:Callable[[list[dict]], str], # runs the template
-):
-    "Refuses a message that left no trace in the prompt."
-    for i,m in enumerate(messages):
-        if m['role'] == 'assistant' or m['content'].strip() in prompt: continue
-        if run([*messages[:i], m | {'content': m['content'] + 'x'}, *messages[i+1:]]) == prompt:
-            raise Refused(f"messages[{i}] has role {m['role']!r}, which this base's chat template leaves out; use another role")
 
 # %% ../nbs/09d_text.ipynb #cc76255a
 @dataclass(frozen=True, eq=False)
@@ -136,22 +123,19 @@ class Tokenizer:
         "The ids of `text`."
         if parse_special: return self.codec.encode(_checked(text), add_special_tokens=special).ids
         return _refuse_forged(self, self.codec.encode(shield(_checked(text), self.literals), add_special_tokens=special)).ids
-
     def chat(self, messages:Sequence[Mapping], add_generation_prompt:bool=True) -> list[int]:
         "The ids of a conversation, by default up to where the assistant's next turn begins."
         return _encode_chat(self, messages, add_generation_prompt)
-
     def token_bytes(self, id:int) -> bytes:
         "What `id` stands for; nothing for an id without a token, such as a row that pads the embedding."
         piece = self.codec.id_to_token(id) or ''
         return piece.encode() if self.byte_level and id in self.added else _piece_bytes(piece, self.byte_level)
-
     def decode(self, ids:Iterable[int], skip_special:bool=True, start:bool=True) -> str:
         "The text of `ids`: what a `Detokenizer` with the same options gives, joined."
         stream = Detokenizer(self, skip_special, start)
         return ''.join(map(stream.push, ids)) + stream.finish()
 
-# %% ../nbs/09d_text.ipynb #261ca1b2
+# %% ../nbs/09d_text.ipynb #08320bec
 def _refuse_forged(t:Tokenizer, found:tokenizers.Encoding) -> tokenizers.Encoding:
     "`found`, if its only control tokens are the framing (the mask is 1 there) and the one for unknown text."
     unknown = getattr(t.codec.model, 'unk_token', None)
@@ -168,18 +152,47 @@ def _shielded(t:Tokenizer, value):
     t.encode(value)
     return shield(value, t.literals)
 
-def _prompt(t:Tokenizer, messages:list[dict], add_generation_prompt:bool) -> str:
+# %% ../nbs/09d_text.ipynb #c1ba6bba
+def _prompt(t:Tokenizer, messages:list[dict], begin:bool, now:datetime) -> str: # begin: with the assistant's next turn
     "What the base's template makes of `messages`."
-    return _run_template(t.template, messages=messages, add_generation_prompt=add_generation_prompt,
-                         strftime_now=lambda f: t.now().strftime(f), **t.names)
+    return _run_template(t.template, messages=messages, add_generation_prompt=begin, strftime_now=now.strftime, **t.names)
 
-def _encode_chat(t:Tokenizer, messages:Sequence[Mapping], add_generation_prompt:bool) -> list[int]:
+def _outcome(render:Callable[[list[dict], bool], str], messages:list[dict], begin:bool) -> str | None:
+    "The prompt that the template makes of `messages`, or None where it refuses them."
+    try: return render(messages, begin)
+    except Refused: return None
+
+def _is_read(render:Callable, messages:list[dict], begin:bool, i:int, key:str) -> bool:
+    "Whether the prompt depends on one field of message `i`."
+    m, views = messages[i], [(messages, begin)]
+    if m['role'] == 'assistant': views.append((messages[:i+1], False))
+    others = [m['content'] + 'x'] if key == 'content' else ['x', not m[key]]
+    return any(_outcome(render, [*seen[:i], m | {key: other}, *seen[i+1:]], begin) != _outcome(render, seen, begin)
+               for seen,begin in views for other in others)
+
+def _check_all_read(render:Callable, messages:list[dict], begin:bool, prompt:str): # prompt: what `render` made of them
+    "Refuses a message of which anything left no trace in the prompt."
+    marks = [f'{SHIELD}{i}{SHIELD}' for i in range(len(messages))]
+    marked = _outcome(render, [m | {'content': m['content'] + mark} for m,mark in zip(messages, marks)], begin) or ''
+    for i,(m,mark) in enumerate(zip(messages, marks)):
+        shown = marked.count(mark) > prompt.count(mark) or (len(m) > 2 and not m['content'])
+        if not shown and not _is_read(render, messages, begin, i, 'content'):
+            raise Refused(f"messages[{i}] has role {m['role']!r}, whose content this base's chat template leaves out; "
+                          'use another role')
+        for key in m:
+            if key not in ('role', 'content') and not _is_read(render, messages, begin, i, key):
+                raise Refused(f"messages[{i}] has {quoted(key)}, which this base's chat template doesn't read; leave it out")
+
+# %% ../nbs/09d_text.ipynb #067be886
+def _encode_chat(t:Tokenizer, messages:Sequence[Mapping], begin:bool) -> list[int]:
     "The ids of the prompt that the chat template writes, framed by the template alone."
     if t.template is None: raise Refused('this base has no chat template; send a plain prompt instead of messages')
-    _check_messages(messages, t.template)
-    safe = [_shielded(t, m) | {'role': m['role']} for m in messages]
-    prompt = _prompt(t, safe, add_generation_prompt)
-    _check_all_read(safe, prompt, lambda changed: _prompt(t, changed, add_generation_prompt))
+    _check_messages(messages)
+    try: safe = [_shielded(t, m) | {'role': m['role']} for m in messages]
+    except RecursionError: raise Refused('the messages are nested too deep; send flatter data') from None
+    render = partial(_prompt, t, now=t.now())
+    prompt = render(safe, begin)
+    _check_all_read(render, safe, begin, prompt)
     return t.codec.encode(prompt, add_special_tokens=False).ids
 
 # %% ../nbs/09d_text.ipynb #d69cf610
@@ -220,8 +233,9 @@ def _spelling(codec:tokenizers.Tokenizer) -> tuple[bool, bool]:
 def _turn_tokens(t:Tokenizer) -> tuple[list[int], list[int]]:
     "The added tokens that the template writes around a user's turn, and those that it writes after an assistant's."
     user, answer = dict(role='user', content='a question'), dict(role='assistant', content='an answer')
-    try: around, after = _prompt(t, [user], False), _prompt(t, [user, answer], False).partition(answer['content'])[2]
+    try: around, after = (_prompt(t, messages, False, t.now()) for messages in ([user], [user, answer]))
     except Refused: return [], []
+    after = after.partition(answer['content'])[2]
     marks = {i for i,token in t.added.items() if any(c.isalnum() for c in token.content)}
     return tuple([i for i in t.codec.encode(text, add_special_tokens=False).ids if i in marks] for text in (around, after))
 
@@ -242,6 +256,7 @@ def tokenizer_from_codec(
 ) -> Tokenizer:
     "A tokenizer around any byte-level or SentencePiece-like pipeline."
     names = dict(names or {})
+    if template: compile_template(template)
     byte_level, space_first = _spelling(codec)
     codec.no_padding()
     codec.no_truncation()

@@ -4,55 +4,65 @@
 
 # %% ../nbs/09e_tokenizer_files.ipynb #262dec0e
 from __future__ import annotations
-import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-from .core import Refused
+from .core import Refused, quoted, read_json, read_text
 from .text import Tokenizer, tokenizer_from_codec
+from .weights import about, flag
 
 # %% auto #0
 __all__ = ['CUTS', 'tokenizer_from_hf', 'tokenizer_from_gguf']
 
 # %% ../nbs/09e_tokenizer_files.ipynb #0839abdc
-def _read_json(path:Path) -> dict:
+def _json_if_any(path:Path) -> dict:
     "The object in a JSON file, empty where there is no such file."
-    if not path.is_file(): return {}
-    try: found = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as e: raise Refused(f'{path} is no valid JSON: {e}') from e
-    if not isinstance(found, dict): raise Refused(f'{path} holds a {type(found).__name__}; it must be an object')
-    return found
+    return read_json(path, 'fetch the tokenizer again') if path.exists() else {}
 
 def _read_config(folder:Path) -> dict:
     "tokenizer_config.json, with the special tokens from the map where the config doesn't rule."
-    config, special = _read_json(folder/'tokenizer_config.json'), _read_json(folder/'special_tokens_map.json')
+    config, special = _json_if_any(folder/'tokenizer_config.json'), _json_if_any(folder/'special_tokens_map.json')
     return special | config if 'added_tokens_decoder' in config else config | special
+
+def _read_names(config:dict) -> dict[str, str]:
+    "The special tokens that a config names, as strings or as objects with a content."
+    named = {key: config.get(key) for key in ('bos_token', 'eos_token', 'unk_token', 'pad_token')}
+    names = {key: t.get('content') if isinstance(t, dict) else t for key,t in named.items() if t not in (None, '')}
+    for key,piece in names.items():
+        if not isinstance(piece, str): raise Refused(f'{key}={quoted(named[key])}; it must be a string, or an object with one')
+    return names
 
 def _read_template(folder:Path, config:dict) -> str | None:
     "The source of the chat template, None without one."
-    if (file := folder/'chat_template.jinja').is_file(): return file.read_text(encoding='utf-8')
+    if (file := folder/'chat_template.jinja').exists(): return read_text(file, 'fetch the tokenizer again')
     found = config.get('chat_template')
-    if isinstance(found, list): found = {t['name']: t['template'] for t in found}
-    if isinstance(found, dict) and 'default' not in found:
-        raise Refused(f'{folder}: the chat templates are {", ".join(found)}; name the one to use default')
-    return found['default'] if isinstance(found, dict) else found
+    try: named = {t['name']: t['template'] for t in found} if isinstance(found, list) else found
+    except (KeyError, TypeError): raise Refused('a chat_template in the list lacks name or template; correct it') from None
+    if isinstance(named, dict) and 'default' not in named:
+        raise Refused(f'the chat templates are {", ".join(map(str, named))}; name the one to use default')
+    source = named['default'] if isinstance(named, dict) else named
+    if source is None or isinstance(source, str): return source
+    raise Refused(f'chat_template={quoted(source)}; it must be a string, or a list of named ones')
 
 # %% ../nbs/09e_tokenizer_files.ipynb #d62b6cd4
 def _frame(codec:tokenizers.Tokenizer, bos:str | None, eos:str | None):
     "Makes the codec put `bos` before a text and `eos` after it."
+    ids = {t: codec.token_to_id(t) for t in (bos, eos) if t}
+    for t,id in ids.items():
+        if id is None: raise Refused(f"{quoted(t)} should frame a text, but the vocabulary lacks it; correct the base's files")
     codec.post_processor = processors.TemplateProcessing(
-        single=[t for t in (bos, '$A', eos) if t], special_tokens=[(t, codec.token_to_id(t)) for t in (bos, eos) if t])
+        single=[t for t in (bos, '$A', eos) if t], special_tokens=list(ids.items()))
 
 def _check_framing(codec:tokenizers.Tokenizer, config:dict, names:dict[str, str]):
     "Refuses a config that contradicts what tokenizer.json puts around a text; without a rule there, the config's is taken."
     bos, eos = names.get('bos_token'), names.get('eos_token')
     if codec.post_processor is None:
-        _frame(codec, bos if config.get('add_bos_token') else None, eos if config.get('add_eos_token') else None)
+        _frame(codec, bos if flag(config, 'add_bos_token') else None, eos if flag(config, 'add_eos_token') else None)
     framing = codec.encode('').tokens
     for key, does in (('add_bos_token', bos in framing[:1]), ('add_eos_token', eos in framing[-1:])):
-        if config.get(key) is not None and bool(config[key]) != does:
+        if config.get(key) is not None and flag(config, key) != does:
             raise Refused(f'tokenizer_config.json has {key}={config[key]}, but tokenizer.json {"does" if does else "does not"} '
                           'add it; make the two agree')
 
@@ -64,7 +74,7 @@ def _read_codec(folder:Path, config:dict) -> tokenizers.Tokenizer:
         listed = {int(i): AddedToken(**token) for i,token in config.get('added_tokens_decoder', {}).items()}
         codec.add_tokens([listed[i] for i in sorted(listed)])
     except Exception as e: raise Refused(f'{folder}: the tokenizer files are damaged: {e}') from e
-    for piece,i in ({token.content: i for i,token in listed.items()} | _read_json(folder/'added_tokens.json')).items():
+    for piece,i in ({token.content: i for i,token in listed.items()} | _json_if_any(folder/'added_tokens.json')).items():
         if codec.token_to_id(piece) != i:
             raise Refused(f'{folder}: {piece!r} has id {i} in one file and {codec.token_to_id(piece)} in tokenizer.json; '
                           'save the tokenizer again with transformers')
@@ -72,7 +82,7 @@ def _read_codec(folder:Path, config:dict) -> tokenizers.Tokenizer:
 
 def tokenizer_from_hf(
     path:str | Path, # a directory with tokenizer.json
-    eos_ids:Iterable[int] = (), # further ids that end a generation; those of generation_config.json are read here
+    eos_ids:Iterable[int] = (), # further ids that end a generation: `BaseFiles.eos_ids`
     now:Callable[[], datetime] = datetime.now, # the clock, for templates that write the date
 ) -> Tokenizer:
     "The tokenizer of a base in Hugging Face's layout."
@@ -82,12 +92,10 @@ def tokenizer_from_hf(
                       'AutoTokenizer.from_pretrained(folder).save_pretrained(folder)')
     config = _read_config(folder)
     codec = _read_codec(folder, config)
-    named = {key: config.get(key) for key in ('bos_token', 'eos_token', 'unk_token', 'pad_token')}
-    names = {key: t['content'] if isinstance(t, dict) else t for key,t in named.items() if t}
-    _check_framing(codec, config, names)
-    ends = _read_json(folder/'generation_config.json').get('eos_token_id')
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return tokenizer_from_codec(codec, names, _read_template(folder, config), [*ends, *eos_ids], now)
+    with about(folder):
+        names = _read_names(config)
+        _check_framing(codec, config, names)
+        return tokenizer_from_codec(codec, names, _read_template(folder, config), eos_ids, now)
 
 # %% ../nbs/09e_tokenizer_files.ipynb #d7310e17
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -140,6 +148,16 @@ def _sentencepiece_codec(g:dict) -> tokenizers.Tokenizer:
     return codec
 
 # %% ../nbs/09e_tokenizer_files.ipynb #0fe84713
+_KINDS = (dict.fromkeys(('tokens', 'merges', 'scores', 'token_type'), list) | {'tokenizer.chat_template': str} |
+          dict.fromkeys(('add_bos_token', 'add_eos_token', 'add_space_prefix'), bool) |
+          dict.fromkeys([f'{t}_token_id' for t in ('bos', 'eos', 'eot', 'eom', 'unknown', 'padding')], int))
+
+def _check_kinds(g:dict):
+    "Refuses a field of another type than the one that it is read as."
+    for key,kind in _KINDS.items():
+        if key in g and type(g[key]) is not kind:
+            raise Refused(f'the GGUF has {key}={quoted(g[key])}, which must be a {kind.__name__}; convert the base again')
+
 def _special_tokens(g:dict) -> dict[str, str]:
     "The pieces that the metadata name by id, under the names that templates use."
     keys = dict(bos_token='bos_token_id', eos_token='eos_token_id', unk_token='unknown_token_id', pad_token='padding_token_id')
@@ -150,9 +168,10 @@ def _special_tokens(g:dict) -> dict[str, str]:
 def _gguf_codec(g:dict) -> tokenizers.Tokenizer:
     "The pipeline, with its control and user-defined tokens."
     pieces, types = _field(g, 'tokens'), g.setdefault('token_type', [_NORMAL] * len(g['tokens']))
-    if len(types) != len(pieces) or len(set(pieces)) != len(pieces):
-        raise Refused('the GGUF lists a token twice, or not as many token types as tokens; convert the base again')
-    try: codec = _byte_level_codec(g) if g['model'] == 'gpt2' else _sentencepiece_codec(g)
+    try:
+        if len(types) != len(pieces) or len(set(pieces)) != len(pieces):
+            raise Refused('the GGUF lists a token twice, or not as many token types as tokens; convert the base again')
+        codec = _byte_level_codec(g) if g['model'] == 'gpt2' else _sentencepiece_codec(g)
     except Refused: raise
     except Exception as e: raise Refused(f'the tokenizer in the GGUF is damaged: {e}') from e
     codec.add_tokens([AddedToken(piece, special=kind != _USER_DEFINED, normalized=False)
@@ -166,6 +185,7 @@ def tokenizer_from_gguf(
 ) -> Tokenizer:
     "The tokenizer of a base that came as a GGUF."
     g = {key.removeprefix('tokenizer.ggml.'): value for key,value in metadata.items() if key.startswith('tokenizer.')}
+    _check_kinds(g)
     if g.get('model') == 'llama': g = dict(unknown_token_id=0, bos_token_id=1, eos_token_id=2, add_bos_token=True) | g
     elif g.get('model') == 'gpt2': g = dict(add_bos_token=g.get('pre') == 'llama-bpe') | g
     else: raise Refused(f'tokenizer.ggml.model is {g.get("model")!r}; lorajax reads gpt2 and llama')

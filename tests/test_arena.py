@@ -1,11 +1,11 @@
 """The arena under long random use, and counts of compilations, allocations and memory: too long and too dry for a lesson."""
-import gc, hashlib, random, threading, time
+import gc, hashlib, random, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp, numpy as np, psutil, pytest
 from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from lorajax.adapters import random_adapter
-from lorajax.arena import Arena, Residents, compose, kv_view, tile_view, write_pages
+from lorajax.arena import Arena, Residents, compose, kv_view, tile_view
 from lorajax.core import ModelConfig, Refused
 from lorajax.images import PageLayout, image_of, layout_of, rows_of
 from lorajax.pages import NoRoom
@@ -27,9 +27,10 @@ def digest(pages): return hashlib.sha256(np.ascontiguousarray(pages).tobytes()).
 
 class Machine(RuleBasedStateMachine):
     "Requests come and go, adapters are added, dropped, composed and removed; no byte of a live version ever changes."
+    steps = 0
+
     def __init__(self):
         super().__init__()
-        import tempfile
         self.folder = tempfile.TemporaryDirectory()
         self.store = Store(ImageFolder(self.folder.name, LAYOUT), budget=300_000)
         self.residents = Residents(self.store, ARENA)
@@ -75,6 +76,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self):
+        Machine.steps += 1
         self.residents.pages.check()
         assert set(self.residents.tables) == {h.key for h in self.residents.pages.holdings.values() if h.pages}
 
@@ -87,10 +89,11 @@ class Machine(RuleBasedStateMachine):
 ARENA = Arena(LAYOUT, 40)
 
 def test_random_use_keeps_every_live_byte(request):
-    "10,000 steps: 100 runs of 100; five times as many with --slow."
-    runs = 500 if request.config.getoption('--slow') else 100
+    "At least 10,000 steps; five times as many with --slow."
+    runs = 2000 if request.config.getoption('--slow') else 400
     run_state_machine_as_test(Machine, settings=settings(max_examples=runs, stateful_step_count=100, deadline=None,
                               suppress_health_check=list(HealthCheck), derandomize=True))
+    assert Machine.steps >= 25 * runs
 
 def swarm(folder, n=200, ranks=(4, 8, 16, 32, 64)):
     store = Store(ImageFolder(folder, LAYOUT))

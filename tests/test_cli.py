@@ -52,19 +52,57 @@ def test_generate_answers_each_prompt_with_its_adapter(files):
     assert [r['adapter'] for r in rows] == ['red', 'base', 'blue'] and len({r['text'] for r in rows}) == 3
     assert 'tokens in 3 rows' in done.stderr
     alone = generate(files, '-p', 'same', '-u', 'red')
-    assert alone.stdout.rstrip('\n') == rows[0]['text']
+    assert alone.stdout.rstrip('\n') == rows[0]['text'] and rows[0]['finish'] == 'length'
 
 def test_prompt_from_standard_input(files):
-    assert generate(files, '-p', '-', stdin='same').stdout == generate(files, '-p', 'same').stdout
+    read = generate(files, '-p', '-', '-u', 'red', '--json', stdin='same')
+    assert json.loads(read.stdout)['prompt'] == 'same'
+    assert read.stdout == generate(files, '-p', 'same', '-u', 'red', '--json').stdout
 
-def test_seed_repeats(files):
-    warm = lambda *seed: generate(files, '-p', 'x', '-t', '1', *seed).stdout
-    assert warm('--seed', '3') == warm('--seed', '3')
+def test_a_seed_repeats_a_run_and_equal_prompts_differ(files, here):
+    def warm(*seed): return generate(files, '-p', 'x', '-p', 'x', '-u', 'red', '-t', '1', '-n', '12', '--json', *seed, run=here).stdout.splitlines()
+    one, two = warm('--seed', '3')
+    assert warm('--seed', '3') == [one, two] and one != two
+    assert warm('--seed', '4')[0] == two and warm() != warm()
+
+def test_markup_in_prompts_is_text(files, here):
+    done = generate(files, '-p', '[/x] [red]hi[/red] :smile:', '-p', '[b]', '-u', 'red', run=here)
+    assert done.returncode == 0 and '== red · [/x] [red]hi[/red] :smile: (cut at the limit)' in done.stdout
+
+def test_answers_are_plain_and_in_order_in_a_pipe(files, here):
+    done = generate(files, '-p', 'one', '-p', 'two', '-p', 'three', '-u', 'red', '-u', 'base', '-u', 'blue', run=here)
+    assert [line for line in done.stdout.splitlines() if line.startswith('== ')] == [f'== {t} (cut at the limit)' for t in ('red · one', 'base · two', 'blue · three')]
+
+def test_the_only_adapter_answers_and_an_idle_one_is_named(files, here):
+    one = lambda *more: here('generate', '--model', files / 'base', '-a', files / 'red', '-p', 'same', '-n', 6, *more)
+    assert one().stdout == one('-u', 'red').stdout != one('-u', 'base').stdout
+    assert 'adapter red is loaded, but no prompt uses it' in one('-u', 'base').stderr
+
+def test_nothing_is_ignored_at_temperature_zero(files, here):
+    assert 'temperature is 0' in generate(files, '-p', 'x', '-u', 'red', '--top-k', '3', run=here).stderr
+
+def test_a_closed_or_full_output_is_no_traceback(files):
+    command = f'"{Path(sys.executable).parent}/lorajax" generate --model {files}/base -p x -n 6 '
+    full = subprocess.run(command + '> /dev/full', shell=True, capture_output=True, text=True)
+    assert full.returncode == 1 and full.stderr.splitlines()[-1] == 'lorajax: [Errno 28] No space left on device'
+    closed = subprocess.run(command + '-p y | true', shell=True, capture_output=True, text=True)
+    assert 'Traceback' not in closed.stderr
+
+def test_an_interrupt_keeps_what_has_come(capsys):
+    def events():
+        yield cli.Event(0, 1, 'half')
+        raise KeyboardInterrupt
+    shown = cli.show(events(), ['a', 'b'], cli.Console(file=sys.stdout, force_terminal=False))
+    assert shown.texts == ('half', '') and shown.finish == ('', '')
+    assert '== a\nhalf\n' in capsys.readouterr().out
 
 def test_inspect(files, here):
+    alone = here('inspect', files / 'blue').stdout
+    assert 'rank           5' in alone and 'tensors        8 of F32' in alone
     out = here('inspect', files / 'blue', '--model', files / 'base').stdout
-    assert 'rank           5' in out and 'q_proj, v_proj' in out
+    assert out.startswith(alone) and 'q_proj, v_proj' in out and 'version' in out
     assert 'n_layers       2' in here('inspect', files / 'base').stdout
+    assert f'holds adapters in blue, red' in here('inspect', files).stderr
 
 def test_a_bad_adapter_in_a_real_process(files, tmp_path):
     done = lorajax('generate', '--model', files / 'base', '--adapter', f'x={broken(files, tmp_path / "x", cut)}', '-p', 'hi')
@@ -120,6 +158,10 @@ def test_bad_adapter_ends_in_one_sentence(files, tmp_path, here, case):
     (['--adapter', '=DIR'], 'adapter name'),
     (['--adapter', 'base=DIR'], "can't be called 'base'"),
     (['--adapter', 'x=DIR', '--adapter', 'x=DIR'], "two adapters are called 'x'"),
+    (['--adapter', 'x=DIR', '--adapter', 'y=DIR'], 'several adapters and no --use; say who answers: base, x, y'),
+    (['--adapter', 'x=no/such/adapter'], 'there is no directory no/such/adapter; nothing is downloaded'),
+    (['-p', '-', '-p', '-'], 'two prompts are -'),
+    (['--top-k', '99999999999'], 'top_k=99999999999'),
     (['--use', 'nobody'], '--use nobody: no adapter has that name'),
     (['--use', 'base', '--use', 'base'], 'there are 1 prompts and 2 --use'),
     (['--model', 'no/such/model'], 'no/such/model'),
@@ -128,8 +170,9 @@ def test_bad_adapter_ends_in_one_sentence(files, tmp_path, here, case):
     (['--top-p', '0'], 'top_p=0'),
     (['-n', '0'], 'max_new_tokens=0'),
     (['-n', '600'], 'exceed the context of 512'),
-    (['--backend', 'cuda'], "no backend 'cuda'"),
-    (['--system', 'be kind'], '--system needs a chat template')])
+    (['--backend', 'cuda'], "no backend 'cuda' for a whole model"),
+    (['--backend', 'xla-decode'], "no backend 'xla-decode' for a whole model"),
+    (['--system', 'be kind'], '--system needs a chat template, and the base random has none')])
 def test_bad_words_end_in_one_sentence(files, here, args, sentence):
     args = [a.replace('DIR', str(files / 'red')) for a in args]
     done = here('generate', '--model', files / 'base', '-p', 'hi', *args)
@@ -149,4 +192,4 @@ def test_convert_keeps_a_base_and_never_overwrites(files, tmp_path):
 
 def test_demo_with_a_missing_adapter_is_one_sentence(tmp_path, here):
     done = here('demo', '--adapters', tmp_path)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith('lorajax: adapter ')
+    assert done.returncode == 1 and 'there are no example adapters in' in done.stderr

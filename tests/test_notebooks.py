@@ -56,7 +56,7 @@ def test_modules_import_only_from_lower_numbers():
                 for name in [node.module] if node.module else [a.name for a in node.names if a.name != '__version__']:
                     assert order[name] < place, f'{module} imports {name}, which comes later'
 
-@pytest.mark.parametrize('module', ['core', 'adapters', 'lora_config', 'peft', 'weights', 'hf', 'gguf_files', 'text', 'tokenizer_files'])
+@pytest.mark.parametrize('module', ['core', 'adapters', 'lora_config', 'peft', 'pages', 'images', 'weights', 'hf', 'gguf_files', 'text', 'tokenizer_files'])
 def test_host_modules_never_import_jax_or_torch(module):
     code = f"import sys, lorajax.{module}; bad = {{'jax', 'torch', 'transformers', 'peft'}} & sys.modules.keys(); assert not bad, bad"
     done = run(sys.executable, '-c', code)

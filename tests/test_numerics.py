@@ -1,11 +1,11 @@
 """Products and whole models against dense arithmetic, on many shapes and dtypes: too many for a lesson."""
 from dataclasses import replace
-import jax, jax.numpy as jnp, ml_dtypes, numpy as np, pytest
+import jax.numpy as jnp, ml_dtypes, numpy as np, pytest
 import dense
 from lorajax import ops
 from lorajax.adapters import Adapter, LoraPair, random_adapter
 from lorajax.base import random_base
-from lorajax.core import ModelConfig, Refused, Sampling, module_shapes
+from lorajax.core import ModelConfig, Refused, Sampling
 from lorajax.generate import generate, stream
 from lorajax.model import KV, Linear, random_tensors
 from lorajax.peft import load_adapter, save_adapter
@@ -126,6 +126,42 @@ def test_B31_adapter_dtype_unlike_the_base(tmp_path, stored):
     exact = wide(x) @ wide(w).T + 16 / np.sqrt(6) * (wide(x) @ wide(a).T) @ wide(b).T
     assert (np.abs(got - exact) <= 2 * bf16_ulp(exact)).all()
 
+def test_terms_as_large_as_the_base_stay_within_the_sum_of_magnitudes():
+    "Where base and term cancel, an ulp of their sum means nothing; the bound is one of all that was added."
+    c, rng, path = replace(M0, n_layers=1), np.random.default_rng(1), 'model.layers.0.self_attn.o_proj'
+    for std in (.02, .1, .5):
+        x, w, a, b = (rng.normal(scale=s, size=z).astype(ml_dtypes.bfloat16) for s,z in ((1, (64, 32)), (1, (32, 32)), (1, (6, 32)), (std, (32, 6))))
+        term, = ops.lora(jnp.array(x)[:, None], one_group([Adapter('large', {path: LoraPair(a, b, 3.)})], c, 'o', jnp.bfloat16), jnp.ones(64, jnp.int32))
+        got = np.asarray(Linear(jnp.array(w))(jnp.array(x)[:, None], term))[:, 0].astype('f8')
+        x, w, a, b = (m.astype('f8') for m in (x, w, a, b))
+        magnitude = np.abs(x) @ np.abs(w).T + 3 * np.abs(x @ a.T) @ np.abs(b).T
+        error = np.abs(got - (x @ w.T + 3 * (x @ a.T) @ b.T))
+        assert (error <= 2 ** -8 * magnitude).all() and error.max() > 0
+
+def test_bfloat16_rows_in_a_batch_stay_within_rounding_of_their_solo_run():
+    base = random_base(M0, 'bfloat16')
+    red = random_adapter(M0, 'red', 4, LINEARS)
+    prompts = [list(b'some words'), list(b'x' * 33), list(b'other text')]
+    n = max(map(len, prompts))
+    ids = np.array([p + [0] * (n - len(p)) for p in prompts])
+    groups, slots = working_set([red], M0, jnp.bfloat16), [0, 1, 1]
+    together, _ = base.decoder(jnp.array(ids), jnp.broadcast_to(jnp.arange(n)[None], ids.shape), jnp.array([len(p) - 1 for p in prompts]),
+                               KV.zeros(M0, 3, n, jnp.bfloat16), jnp.array(slots), groups)
+    for row,(p,s) in enumerate(zip(prompts, slots)):
+        alone = last_logits(base, p, red if s else None)
+        assert np.abs(np.asarray(together[row]) - alone).max() <= .05 * alone.std()
+
+@pytest.mark.parametrize('length', [3, 9, 300, 500])
+def test_windows_chunks_and_an_adapted_embedding_together(length):
+    "Layers with different windows, prompts of one and two chunks, an adapter on embedding and linears: against one call on the whole prompt."
+    c = replace(M0, n_layers=3, windows=(7, 0, 300))
+    base, red = random_base(c), random_adapter(c, 'red', 3, ('embed_tokens', 'q_proj', 'up_proj'), std=.3)
+    ids = np.random.default_rng(length).integers(0, 256, length).tolist()
+    tokens = generate(base, [ids, ids[:2]], [red, None], Sampling(max_new_tokens=4, ignore_eos=True))[0].tokens
+    for t in tokens:
+        assert t == last_logits(base, ids, red).argmax()
+        ids.append(t)
+
 def test_sliding_window_forgets():
     "A key outside the window can't change the answer, one inside does."
     c = replace(M0, n_layers=1, windows=(4,))
@@ -151,13 +187,38 @@ def test_seeds_decide_and_are_fresh_by_default():
 
 def test_end_token_stops_its_row_only():
     base = random_base(M0)
-    tokens = generate(base, ['ab'], sampling=GREEDY)[0].tokens
-    from dataclasses import replace as with_
-    stopping = with_(base, tokenizer=with_(base.tokenizer, eos_ids=(tokens[5],)))
-    stopped, other = generate(stopping, ['ab', 'zz'], sampling=replace(GREEDY, ignore_eos=False))
-    at = tokens.index(tokens[5])
-    assert stopped.tokens == tokens[:at+1] and stopped.finish == 'stop'
-    assert len(other.tokens) == 12 or other.finish == 'stop'
+    rules = Sampling(max_new_tokens=12)
+    solo = {p: generate(base, [p], sampling=GREEDY)[0].tokens for p in ('ab', 'zz')}
+    end = next(t for t in solo['ab'] if t not in solo['zz'])
+    stopping = replace(base, tokenizer=replace(base.tokenizer, eos_ids=(end,)))
+    stopped, other = generate(stopping, ['ab', 'zz'], sampling=rules)
+    assert stopped.tokens == solo['ab'][:solo['ab'].index(end) + 1] and stopped.finish == 'stop'
+    assert stopped.text == base.tokenizer.decode(stopped.tokens[:-1], start=False)
+    assert other.tokens == solo['zz'] and other.finish == 'length'
+
+@pytest.mark.parametrize('prompts, kw, sentence', [
+    ('hello', {}, 'put a single prompt into a list'), ([dict(role='user', content='hi')], {}, 'put a single prompt into a list'),
+    ([1, 2], {}, 'put a single prompt into a list'), ([], {}, 'there are no prompts'), ([''], {}, 'prompt 0 has no tokens'),
+    ([[]], {}, 'prompt 0 has no tokens'), ([[1.5, 2]], {}, 'prompt 0 holds 1.5'), ([[True]], {}, 'prompt 0 holds True'),
+    (['a', [257]], {}, 'token id 257 is outside the vocabulary of 257'), (['a', [-1]], {}, 'token id -1'), ([None], {}, 'prompt 0 is of type NoneType'),
+    ([[1, 'x']], {}, "prompt 0 holds 'x'"), (['a'], dict(use=['red']), "use holds 'red'"), (['a'], dict(use='red'), 'use is of type str'),
+    (['a'], dict(use=[None, None]), 'use has 2 entries for 1 prompts'), (['a'], dict(sampling=dict(max_new_tokens=2)), 'sampling is of type dict'),
+    (['a'], dict(backend='cuda'), "no backend 'cuda'")])
+def test_prompts_of_the_wrong_form_are_refused_at_once(prompts, kw, sentence):
+    base = random_base(M0)
+    with pytest.raises(Refused) as e: stream(base, prompts, **kw)
+    assert sentence in str(e.value)
+
+def test_an_empty_prompt_with_a_begin_token_runs():
+    base = random_base(M0)
+    codec = base.tokenizer.codec
+    from tokenizers import processors
+    codec.post_processor = processors.TemplateProcessing(single='<|end|> $A', special_tokens=[('<|end|>', 256)])
+    assert len(generate(base, [''], sampling=GREEDY)[0].tokens) == 12
+
+def test_numpy_ids_are_ids():
+    base = random_base(M0)
+    assert generate(base, [np.array([5, 6, 7])], sampling=GREEDY) == generate(base, [[5, 6, 7]], sampling=GREEDY)
 
 def test_events_join_to_the_completion():
     base = random_base(M0)

@@ -65,7 +65,8 @@ class Model:
         evicted = list(evicted)
         while self.free < n:
             lowest = min(self.held[k].rank for k in self.can_go(spared))
-            assert self.held[evicted[0]].rank == lowest and evicted[0] in self.can_go(spared), f'{evicted[0]!r} was not the first to go'
+            first = evicted[0]
+            assert first in self.can_go(spared) and self.held[first].rank == lowest, f'{first!r} was not the first to go'
             self.age = max(self.age, lowest[0])
             del self.held[evicted.pop(0)]
             left = self.sweep(spared)
@@ -178,6 +179,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert len(left) == len(set(left)) and set(left) == self.model.sweep()
         self.counted('drop, leaving' if left else 'drop')
 
+    @precondition(lambda self: len(self.model.usable()) < len(self.model.held))
+    @rule(i=picks)
+    def keep(self, i):
+        key = self.pick([k for k,e in self.model.held.items() if e.dropped], i)
+        self.pages.keep(key)
+        self.model.held[key].dropped = False
+        self.counted('keep')
+
     @rule(i=picks)
     def slip(self, i):
         "Every misuse of one name fails and changes nothing."
@@ -185,8 +194,10 @@ class PoolAgainstModel(RuleBasedStateMachine):
         held, usable = key in self.model.held, key in self.model.usable()
         assert (key in p) == usable
         if held: self.unchanged(AssertionError, p.take, key, 1, 'kv', 1.)
+        if not held or usable: self.unchanged(AssertionError, p.keep, key)
         if not usable:
-            for call, args in [(p.use, [key]), (p.drop, [key]), (p.take, ['new', 0, 'kv', 1., [key]])]: self.unchanged(AssertionError, call, *args)
+            for call in (p.use, p.drop): self.unchanged(AssertionError, call, key)
+            self.unchanged(AssertionError, p.take, 'new', 0, 'kv', 1., [key])
         if not held or not self.model.held[key].uses: self.unchanged(AssertionError, p.done, key)
         self.counted('slip')
 
@@ -198,22 +209,24 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert p.holdings.keys() == m.held.keys() and (p.free, p._idle.age) == (m.free, m.age)
         assert p.idle == m.size(set(m.held) - m.needed()) and p.available == m.room([])
         assert sorted(h.key for h in p._idle.order) == sorted(m.can_go())
-        assert p.held == Counter({t: s for t in ('adapter', 'kv') if (s := m.size([k for k,e in m.held.items() if e.tenant == t]))})
+        for tenant in ('adapter', 'kv'): assert p.held[tenant] == m.size([k for k,e in m.held.items() if e.tenant == tenant])
         for k,e in m.held.items():
             h = p.holdings[k]
             assert len(h.pages) == e.n and all(self.content[page] == k for page in h.pages)
-            assert (h.uses, [part.key for part in h.parts], h.dropped, bool(h.pins)) == (e.uses, e.parts, e.dropped, k in m.needed())
+            assert ([part.key for part in h.parts], h.uses, h.dropped) == (e.parts, e.uses, e.dropped)
+            assert (h.pins > 0) == (k in m.needed())
 
 def random_steps(examples, **options):
     PoolAgainstModel.steps, PoolAgainstModel.outcomes = 0, Counter()
     run_state_machine_as_test(PoolAgainstModel, settings=settings(
-        max_examples=examples, stateful_step_count=60, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options))
+        max_examples=examples, stateful_step_count=60, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck), **options))
     return PoolAgainstModel.steps, PoolAgainstModel.outcomes
 
 def test_ten_thousand_random_steps_agree_with_the_model():
     steps, outcomes = random_steps(250, derandomize=True)
     assert steps - outcomes['slip'] >= 10_000
-    assert len(outcomes) == 11 and min(outcomes.values()) >= 100, outcomes
+    assert len(outcomes) == 12 and min(outcomes.values()) >= 30, outcomes
 
 @pytest.mark.slow
 def test_many_more_random_steps(): assert random_steps(3000)[0] >= 150_000
@@ -260,7 +273,8 @@ def test_recent_means_the_end_of_a_use():
     assert put(pages, 'c', 'd', 'e') == ['a', 'b', 'long']
 
 def test_cost_matters():
-    "By hand. Ranks a 5, b 1, c 1. d evicts b (age 1, d 2); e evicts c (1, e 2); f d (2, f 3); g e (2, g 3); h f (3, h 4); i g (3, i 4); j h (4, j 5); k i (4, k 5); l a (5)."
+    """By hand. The ranks are a 5, b 1, c 1. Then each newcomer evicts one, the age rises to its rank, and it gets one more:
+    d evicts b (d 2), e c (2), f d (3), g e (3), h f (4), i g (4), j h (5), k i (5), and l evicts a, older than j and k."""
     pages = Pages(4)
     put(pages, 'a', cost=5.)
     put(pages, 'b', 'c')
@@ -289,7 +303,7 @@ def test_the_age_never_falls():
     put(pages, 'whole', cost=5., parts=['part'])
     put(pages, 'other', cost=9.)
     assert put(pages, 'x', n=2, cost=6.) == ['whole', 'part'] and pages.holdings['x'].rank[0] == 5. + 6. / 2
-    assert put(pages, 'y', 'z') == ['x', 'other']
+    assert put(pages, 'y', n=3) == ['x', 'other']
 
 def test_both_tenants_share_one_order():
     pages = Pages(5)
@@ -368,6 +382,17 @@ def test_a_prefix_longer_than_the_stack_is_deep():
     assert len(pages.drop(f'kv {N-1}')) == N and pages.free == N
     pages.check()
 
+def test_compositions_of_compositions():
+    "Sixty layers of two, each made of both below: 2**60 ways down, walked once."
+    pages = Pages(4)
+    put(pages, 'a0', 'b0')
+    for i in range(1, 60): put(pages, f'a{i}', f'b{i}', n=0, parts=[f'a{i-1}', f'b{i-1}'])
+    with pytest.raises(Refused, match="'x' needs 4 pages with all that it depends on, and the pool has 3"):
+        pages.take('x', 2, 'kv', 1., ['a59'])
+    touch(pages, 'b59')
+    assert put(pages, 'x', n=3)[-2:] == ['a0', 'b0'] and pages.held == {'adapter': 3}
+    pages.check()
+
 # ---- all or nothing
 
 def test_no_room_changes_nothing_and_others_go_on():
@@ -404,11 +429,12 @@ def test_B41_a_growing_sequence_ends_at_the_pool_and_not_in_a_wait():
     with pytest.raises(Refused, match='needs 9 pages .* the pool has 8'): pages.take('kv 8', 1, 'kv', 1., ['kv 7'])
     assert state(pages) == before
 
-@pytest.mark.parametrize('n, cost', [(-1, 1.), (1, -1.), (1, float('nan')), (1, float('inf'))])
+@pytest.mark.parametrize('n, cost', [(-1, 1.), (1.5, 1.), ('1', 1.), (1, -1.), (1, float('nan')), (1, float('inf'))])
 def test_nonsense_is_a_slip(n, cost):
     pages = Pages(4)
     before = state(pages)
-    with pytest.raises(AssertionError, match='finite and not negative'): pages.take('x', n, 'kv', cost)
+    with pytest.raises(AssertionError, match='n must be whole and cost finite, and neither negative'):
+        pages.take('x', n, 'kv', cost)
     assert state(pages) == before
 
 @pytest.mark.parametrize('n_pages, reserved', [(0, 0), (1, 1), (4, 4), (4, -1)])
@@ -440,12 +466,27 @@ def test_B46_unload_frees_the_memory():
         assert (pages.free, pages.idle, dict(pages.held), len(pages.holdings)) == counts
         pages.check()
 
+def test_a_drop_taken_back():
+    pages = Pages(5)
+    put(pages, 'a', n=2)
+    put(pages, 'a+', n=0, parts=['a'])
+    assert pages.drop('a') == []
+    pages.keep('a')
+    touch(pages, 'a')
+    assert pages.drop('a+') == ['a+'] and 'a' in pages and pages.drop('a') == ['a']
+    pages.take('b', 4, 'adapter', 1.)
+    assert pages.drop('b') == []
+    pages.keep('b')
+    with pytest.raises(AssertionError, match="'b' is not waiting to leave"): pages.keep('b')
+    assert pages.done('b') == [] and pages.idle == 4
+    pages.check()
+
 def test_B46_unload_while_in_use_frees_the_memory_at_the_end():
     pages = Pages(5)
     pages.take('b', 4, 'adapter', 1.)
     pages.use('b')
     assert pages.drop('b') == [] and pages.available == 0
-    with pytest.raises(AssertionError, match="'b' was dropped; it stays only for those that had it before"): pages.use('b')
+    with pytest.raises(AssertionError, match="'b' was dropped, and stays only for those that had it before; keep it"): pages.use('b')
     with pytest.raises(AssertionError, match="'b' was dropped"): pages.drop('b')
     assert (pages.done('b'), pages.done('b'), pages.free) == ([], ['b'], 4)
     with pytest.raises(AssertionError, match="'b' is not in use"): pages.done('b')
@@ -493,12 +534,12 @@ def falsified():
     (lambda p, h: p._free.pop(), 'every page once'),
     (lambda p, h: p._free.append(0), 'every page once'),
     (lambda p, h: setattr(h['b'], 'pages', h['a'].pages), 'every page once'),
-    (lambda p, h: h.update(c=h.pop('b')), 'filed wrongly'),
+    (lambda p, h: h.update(c=h.pop('b')), 'misfiled'),
     (lambda p, h: setattr(h['a+kv'], 'parts', (*h['a+kv'].parts, Holding('gone', 'kv', 1.))), 'a part has gone'),
-    (lambda p, h: setattr(h['b'], 'uses', 1), 'counts'),
-    (lambda p, h: setattr(h['a'], 'pins', 2), 'counts'),
-    (lambda p, h: setattr(h['kv 0'], 'pins', 0), 'counts'),
-    (lambda p, h: setattr(h['kv 0'], 'dependents', 0), 'counts'),
+    (lambda p, h: setattr(h['b'], 'uses', 1), 'counted wrongly'),
+    (lambda p, h: setattr(h['a'], 'pins', 2), 'counted wrongly'),
+    (lambda p, h: setattr(h['kv 0'], 'pins', 0), 'counted wrongly'),
+    (lambda p, h: setattr(h['kv 0'], 'dependents', 0), 'counted wrongly'),
     (lambda p, h: setattr(h['b'], 'dropped', True), 'nothing keeps it'),
     (lambda p, h: setattr(p._idle, 'pages', 0), 'idle pages'),
     (lambda p, h: p._idle.order.clear(), 'order of eviction'),
@@ -516,7 +557,8 @@ def test_page_map():
     svg = '{http://www.w3.org/2000/svg}'
     drawing = ET.fromstring(page_map(pages, across=5))
     cells = drawing.findall(f'{svg}g')
-    assert [c.find(f'{svg}title').text for c in cells] == ['page 0 ·', 'page 1 <&>', 'page 2 <&>', "page 3 ('kv', 1)"] + [f'page {p} ' for p in range(4, 14)]
-    assert [c.find(f'{svg}rect').get('fill-opacity') for c in cells[:5]] == [None, '1', '1', '0.3', None]
+    titles = ['page 0 ·', 'page 1 <&>', 'page 2 <&>', "page 3 ('kv', 1)"] + [f'page {p} ' for p in range(4, 14)]
+    assert [c.find(f'{svg}title').text for c in cells] == titles
+    assert [c.find(f'{svg}rect').get('fill-opacity') for c in cells[:5]] == ['1', '1', '1', '0.3', '1']
     assert len({c.get('transform') for c in cells}) == 14 and drawing.get('height') == '86' and drawing.get('width') == '262'
     assert repr(pages) == 'Pages(2 in use, 1 idle, 10 free)'

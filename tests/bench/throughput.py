@@ -24,16 +24,19 @@ def ours(adapter_folders):
     from lorajax.base import load_base
     from lorajax.core import Sampling
     from lorajax.generate import token_stream
+    from lorajax.working_set import working_set
     base = load_base('smollm2')
     adapters = [base.load_adapter(f) for f in adapter_folders]
     rules, ids = [Sampling(max_new_tokens=NEW, ignore_eos=True)] * ROWS, prompts()
-    def once(used, slots):
+    def once(groups, slots):
         start = time.perf_counter()
-        arrivals = [time.perf_counter() for _ in token_stream(base, ids, used, slots, rules)]
+        arrivals = [time.perf_counter() for _ in token_stream(base, ids, groups, slots, rules)]
         return dict(prefill=arrivals[0] - start, decode=arrivals[-1] - arrivals[0], total=arrivals[-1] - start)
-    cases = {'lorajax base': ([], [0] * ROWS), 'lorajax mixed': (adapters, list(range(1, ROWS + 1)))}
+    groups = working_set(adapters, base.config, base.dtype)
+    cases = {'lorajax base': ({}, [0] * ROWS), 'lorajax mixed': (groups, list(range(1, ROWS + 1)))}
     for case in cases.values(): once(*case), once(*case)
-    return {name: (lambda case=case: once(*case)) for name,case in cases.items()}, base, adapters
+    size = lambda groups: base.nbytes + sum(x.nbytes for x in jax.tree.leaves(groups))
+    return {name: (lambda case=case: once(*case)) for name,case in cases.items()}, {name: size(case[0]) for name,case in cases.items()}
 
 def peft_worker(pipe, adapter_folders):
     "transformers + PEFT in a process of its own, so that neither engine's threads disturb the other."
@@ -140,28 +143,25 @@ def main():
     from lorajax.adapters import random_adapter
     from lorajax.base import open_base
     from lorajax.peft import save_adapter
-    from lorajax.working_set import working_set
     print(f'{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, jax {jax.__version__} on {jax.default_backend()}')
     with tempfile.TemporaryDirectory() as tmp:
         config = open_base('smollm2').config
         folders = [save_adapter(random_adapter(config, f'a{i}', RANK, LINEARS, 1., i, .02), f'{tmp}/a{i}') for i in range(ROWS)]
-        things, base, adapters = ours(folders)
+        things, weights = ours(folders)
         if not args.no_peft: things |= peft(folders)
         speed, runs = bandwidth(), take_turns(things, args.reps)
         again = bandwidth()
     speed = {k: max(speed[k], again[k]) for k in speed}
-    groups = working_set(adapters, config, base.dtype)
-    weights = {'lorajax base': base.nbytes, 'lorajax mixed': base.nbytes + sum(x.nbytes for x in jax.tree.leaves(groups))}
     print(f'memory: read {speed["read"] / 1e9:.1f} GB/s, copy {speed["copy"] / 1e9:.1f} GB/s (read + written)\n')
-    print(f'{"tokens/s":16}{"prefill":>9}{"decode":>9}{"all new":>9}   {"ms/step":>8}{"MB/step":>9}{"of read limit":>15}{"of copy limit":>15}  {"undisturbed":>11}')
+    heads = ('prefill', 'decode', 'all new', 'ms/step', 'MB/step', 'of read limit', 'of copy limit', 'undisturbed')
+    print(f'{"tokens/s":16}' + ''.join(f'{h:>15}' for h in heads))
     for name,r in runs.items():
-        line = f'{name:16}'
+        cells = ['', '', f'{ROWS * NEW / median(r, "total"):.0f}'] + [''] * 4 + [f'{sum(x["others"] < .15 for x in r)} of {len(r)}']
         if name in weights:
             step = median(r, 'decode') / (NEW - 1)
-            share = {k: weights[name] / speed[k] / step for k in speed}
-            line += f'{ROWS * PROMPT / median(r, "prefill"):9.0f}{ROWS / step:9.0f}{ROWS * NEW / median(r, "total"):9.0f}   {step * 1e3:8.1f}{weights[name] / 1e6:9.0f}{share["read"]:15.2f}{share["copy"]:15.2f}'
-        else: line += f'{"":18}{ROWS * NEW / median(r, "total"):9.0f}{"":50}'
-        print(f'{line}  {sum(x["others"] < .15 for x in r)} of {len(r)}')
+            cells[:2] = f'{ROWS * PROMPT / median(r, "prefill"):.0f}', f'{ROWS / step:.0f}'
+            cells[3:7] = f'{step * 1e3:.1f}', f'{weights[name] / 1e6:.0f}', *(f'{weights[name] / speed[k] / step:.2f}' for k in speed)
+        print(f'{name:16}' + ''.join(f'{c:>15}' for c in cells))
     ratio = lambda a, b, key: median(runs[b], key) / median(runs[a], key)
     print(f'\nmixed / base: decode {ratio("lorajax mixed", "lorajax base", "decode"):.2f}, all {ratio("lorajax mixed", "lorajax base", "total"):.2f}')
     if not args.no_peft: print(f'lorajax mixed / PEFT mixed: {ratio("lorajax mixed", "PEFT mixed", "total"):.1f}')
