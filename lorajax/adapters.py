@@ -34,6 +34,7 @@ class LoraPair:
             if x.flags.writeable or not x.flags.owndata: x = x.copy()
             x.flags.writeable = False
             object.__setattr__(self, part, x)
+        object.__setattr__(self, 'scale', float(self.scale)) # NumPy's numbers too
 
     @property
     def rank(self): return self.a.shape[0]

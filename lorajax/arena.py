@@ -6,14 +6,13 @@
 from __future__ import annotations
 import hashlib, json, math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax import Array
 from .core import Refused
-from .images import CHANNELS, DTYPES, RANK_BLOCK, PageLayout, Pieces
+from .images import CHANNELS, RANK_BLOCK, PageLayout
 from .pages import Pages
-from .store import LARGEST_CHUNK, Store, chunk_sizes
+from .store import LARGEST_CHUNK, Store
 
 # %% auto #0
 __all__ = ['kv_view', 'tile_view', 'write_pages', 'Arena', 'Residents', 'compose']
@@ -57,9 +56,9 @@ class Arena:
     ):
         self.layout, self.n_pages = layout, n_pages
         self.words = jnp.zeros((n_pages, layout.words), layout.word)
-        place = [jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ('pinned_host', 'device')]
-        shape = lambda n: (jax.ShapeDtypeStruct((n, layout.words), layout.word, sharding=place[0]),
-                           jax.ShapeDtypeStruct((n,), jnp.int32, sharding=place[1]))
+        place = lambda kind: jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+        shape = lambda n: (jax.ShapeDtypeStruct((n, layout.words), layout.word, sharding=place('pinned_host')),
+                           jax.ShapeDtypeStruct((n,), jnp.int32, sharding=place('device')))
         sizes = [1 << i for i in range(LARGEST_CHUNK.bit_length()) if 1 << i < n_pages]
         self.programs = {n: write_pages.lower(self.words, *shape(n)).compile() for n in sizes}
 
@@ -94,9 +93,9 @@ class Residents:
             if part not in self.pages: self.store.ahead(part)
 
     def use(self, version:str) -> bool: # False while it is read from disk
-        "Pin a version for a running request, and start its copy to the device if it isn't there; `NoRoom` when it has to wait."
+        "Pin a version for a running request, and start its copy if it isn't on the device; `NoRoom` if it has to wait."
         if version in self.pages.holdings:
-            if version not in self.pages: self.pages.keep(version) # dropped, but still in use; its content can't have changed
+            if version not in self.pages: self.pages.keep(version) # dropped, but in use: its content is the same
             self.pages.use(version)
         elif version in self.recipes: return self._join(version)
         elif (reading := self.store.ahead(version)).done(): self._swap_in(version, reading.result())
@@ -145,11 +144,14 @@ def compose(
     if not weights: raise Refused('a composition needs at least one adapter')
     total = {}
     for version, weight in weights.items():
-        if not math.isfinite(weight): raise Refused(f'the weight of {version[:16]} is {weight}; it must be a finite number')
+        if not math.isfinite(weight):
+            raise Refused(f'the weight of {version[:16]} is {weight}; it must be a finite number')
         for part, inner in residents.recipe(version):
-            if part not in residents.store.folder.known: raise Refused(f'the store has no version {part[:16]}; add its adapter first')
+            if part not in residents.store.folder.known:
+                raise Refused(f'the store has no version {part[:16]}; add its adapter first')
             total[part] = total.get(part, 0.) + weight * inner
     recipe = tuple(sorted(total.items()))
-    version = hashlib.sha256(json.dumps(['lorajax composition', 1, [(p, w.hex()) for p,w in recipe]]).encode()).hexdigest()
+    facts = ['lorajax composition', 1, [(p, w.hex()) for p,w in recipe]]
+    version = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     residents.recipes[version] = recipe
     return version

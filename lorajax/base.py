@@ -42,21 +42,23 @@ class Base:
 
     def tensor(self, name:str) -> np.ndarray: # 'model.embed_tokens.weight' or 'lm_head.weight' -> [V, D]
         "The embedding or the head, as served."
-        return np.asarray(self.decoder.embed[...] if self.config.tied or 'embed' in name else self.decoder.head.weight[...])
+        if self.config.tied or 'embed' in name: return np.asarray(self.decoder.embed[...])
+        return np.asarray(self.decoder.head.weight[...])
 
     def load_adapter(self, path:str|Path, name:str|None=None) -> Adapter: # name: None for the directory's
         "The adapter in a PEFT directory, checked against this base."
         adapter = load_adapter(path, self.config, name, self.tensor)
-        if adapter.name == self.name: raise Refused(f'adapter {adapter.name!r} has the name of the base; give it another')
-        return adapter
+        if adapter.name != self.name: return adapter
+        raise Refused(f'adapter {adapter.name!r} has the name of the base; give it another')
 
     def check(self, adapter:Adapter|None):
         "Refuses an adapter that was made for another base."
         shapes = module_shapes(self.config)
         for path,p in adapter.modules.items() if adapter else ():
             if shapes.get(path) != (p.a.shape[1], p.b.shape[0]):
-                raise Refused(f'adapter {adapter.name!r} adapts {path} from {p.a.shape[1]} to {p.b.shape[0]} channels; the base '
-                              f'{self.name!r} has {shapes.get(path, "no such module")} there; load it on its own base')
+                raise Refused(f'adapter {adapter.name!r} adapts {path} from {p.a.shape[1]} to {p.b.shape[0]} channels; '
+                              f'the base {self.name!r} has {shapes.get(path, "no such module")} there; '
+                              'load it on its own base')
 
     def version(self, adapter:Adapter|None=None) -> str: # None for the base alone
         "The identity of an adapter on this base."
@@ -64,13 +66,16 @@ class Base:
 
     def __repr__(self):
         c = self.config
-        return f'Base({self.name!r}, {c.n_layers} layers of width {c.width}, {self.nbytes / 1e6:.0f} MB, {self.dtype}, {self.fingerprint[:16]})'
+        return (f'Base({self.name!r}, {c.n_layers} layers of width {c.width}, {self.nbytes / 1e6:.0f} MB, '
+                f'{self.dtype}, {self.fingerprint[:16]})')
 
 # %% ../nbs/09f_base.ipynb #feb97546
 def open_base(path:str | Path) -> BaseFiles: # path: a Hugging Face directory, a .gguf file, or the word 'smollm2'
     "A base model, with all names, types and shapes checked and no weight read."
     path = smollm2_file() if path == 'smollm2' else Path(path)
-    if not path.exists(): raise Refused(f"there is no {path}; give a model's directory, a .gguf file, or 'smollm2' (nothing is downloaded)")
+    if not path.exists():
+        raise Refused(f"there is no {path}; give a model's directory, a .gguf file, or 'smollm2' "
+                      '(nothing is downloaded)')
     return open_hf(path) if path.is_dir() else open_gguf(path)
 
 # %% ../nbs/09f_base.ipynb #f01fa9ac
@@ -78,7 +83,7 @@ DTYPES = dict(bfloat16=jnp.bfloat16, float32=jnp.float32)
 
 def load_base(
     path:str|Path, # a Hugging Face directory, a .gguf file, a directory from `save_base`, or the word 'smollm2'
-    dtype:str|None=None, # of weights and activations, 'bfloat16' or 'float32'; None for bfloat16, or for what `save_base` kept
+    dtype:str|None=None, # of weights and activations, 'bfloat16' or 'float32'; None for bfloat16 or what was kept
     name:str|None=None, # what requests call it; None for the last part of the path
     progress:Callable=lambda layers: layers, # wraps the iteration over layers, for a progress bar
 ) -> Base:
@@ -113,7 +118,8 @@ def _config(d): # the config of a record
     return ModelConfig(**d | dict(windows=tuple(d['windows']), rope_scaling=scaling))
 
 def _seal(record): # of all its fields but the seal
-    return hashlib.sha256(json.dumps({k: v for k,v in record.items() if k != 'seal'}, sort_keys=True).encode()).hexdigest()
+    fields = {k: v for k,v in record.items() if k != 'seal'}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 def _array_hashes(weights): # one for each array of the tree
     digest = lambda x: hashlib.sha256(np.asarray(x).view(np.uint8)).hexdigest()
@@ -131,27 +137,30 @@ def save_base(
                   tokenizer=_text_record(base.tokenizer), arrays=_array_hashes(weights))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', dir=path.parent) as unfinished:
-            with ocp.StandardCheckpointer() as checkpointer: checkpointer.save(Path(unfinished) / 'base/weights', weights)
-            (Path(unfinished) / 'base' / RECORD).write_text(json.dumps(record | dict(seal=_seal(record))))
-            (Path(unfinished) / 'base').rename(path)
+        with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', dir=path.parent) as folder:
+            unfinished = Path(folder) / 'base'
+            with ocp.StandardCheckpointer() as checkpointer: checkpointer.save(unfinished / 'weights', weights)
+            (unfinished / RECORD).write_text(json.dumps(record | dict(seal=_seal(record))))
+            unfinished.rename(path)
     except OSError as e: raise Refused(f'{path} cannot be written ({e.strerror}); choose another directory') from None
     return path
 
 # %% ../nbs/09f_base.ipynb #9fcb9d9c
 def _read_record(path):
     try: record = json.loads((path / RECORD).read_text('utf-8'))
-    except (OSError, ValueError, RecursionError) as e: raise Refused(f'{path / RECORD} cannot be read ({e}); save the base again') from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise Refused(f'{path / RECORD} cannot be read ({e}); save the base again') from None
     if not isinstance(record, dict) or record.get('seal') != _seal(record):
         raise Refused(f'{path / RECORD} was changed after it was saved; save the base again')
     return record
 
 def _restore_weights(path): # the tree of arrays, on the default device
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             held = checkpointer.metadata(path).item_metadata.tree
-            return checkpointer.restore(path, jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here), held))
+            return checkpointer.restore(path, jax.tree.map(target, held))
     except Exception as e: # Orbax and TensorStore raise many kinds for a damaged checkpoint
         raise Refused(f'{path} is missing or damaged ({quoted(str(e))}); save the base again') from None
 
@@ -166,8 +175,10 @@ def restore_base(
     if dtype not in (None, record['dtype']):
         raise Refused(f'{path} holds {record["dtype"]} weights; leave dtype out, or save the base again as {dtype}')
     weights, config = _restore_weights(path / 'weights'), _config(record['config'])
-    if _array_hashes(weights) != record['arrays']: raise Refused(f'{path / "weights"} was changed after it was saved; save the base again')
-    return Base(name or record['name'], config, Decoder(config, weights), _tokenizer(record['tokenizer']), record['fingerprint'])
+    if _array_hashes(weights) != record['arrays']:
+        raise Refused(f'{path / "weights"} was changed after it was saved; save the base again')
+    tokenizer = _tokenizer(record['tokenizer'])
+    return Base(name or record['name'], config, Decoder(config, weights), tokenizer, record['fingerprint'])
 
 # %% ../nbs/09f_base.ipynb #9c6081ce
 def byte_tokenizer() -> Tokenizer:
@@ -184,7 +195,8 @@ def random_base(
     seed:int=0, # fixes every number
 ) -> Base:
     "A base with random weights whose tokens are the 256 bytes and one end token."
-    c = config or ModelConfig(vocab_size=257, width=16, mlp_width=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, max_len=512)
+    c = config or ModelConfig(vocab_size=257, width=16, mlp_width=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4,
+                              max_len=512)
     tensors = random_tensors(c, seed)
     identity = base_fingerprint({name: tensor_digest(name, x) for name,x in tensors.items()}, c)
     return Base('random', c, pack(c, tensors.get, DTYPES[dtype]), byte_tokenizer(), identity)

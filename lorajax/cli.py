@@ -34,12 +34,16 @@ def named_folders(
     specs:Sequence[str], # 'NAME=DIR', or 'DIR', whose last part is the name
 ) -> dict[str, Path]: # name -> directory
     "The adapters that `--adapter` names."
-    pairs = [(name, Path(folder)) if eq else (Path(name).name, Path(name)) for name,eq,folder in (s.partition('=') for s in specs)]
+    split = (s.partition('=') for s in specs)
+    pairs = [(name, Path(folder)) if eq else (Path(name).name, Path(name)) for name,eq,folder in split]
     names = [name for name,_ in pairs]
     for name, folder in pairs:
-        if name == 'base': raise Refused("an adapter can't be called 'base', the word for no adapter; give it another name: NAME=DIR")
-        if names.count(name) > 1: raise Refused(f'two adapters are called {name!r}; give each a name of its own: NAME=DIR')
-        if not folder.is_dir(): raise Refused(f'--adapter {check_name(name)}: there is no directory {folder}; nothing is downloaded')
+        if name == 'base':
+            raise Refused("an adapter can't be called 'base', the word for no adapter; give it another name: NAME=DIR")
+        if names.count(name) > 1:
+            raise Refused(f'two adapters are called {name!r}; give each a name of its own: NAME=DIR')
+        if not folder.is_dir():
+            raise Refused(f'--adapter {check_name(name)}: there is no directory {folder}; nothing is downloaded')
         check_name(name)
     return dict(pairs)
 
@@ -70,14 +74,16 @@ class Shown:
     end: float
 
     def __str__(self):
-        rows, later = len(self.texts), self.tokens - len(self.texts)
+        rows, later, first = len(self.texts), self.tokens - len(self.texts), self.first - self.start
         speed = f', then {later / (self.end - self.first):.0f} tokens/s' if later > 0 and self.end > self.first else ''
-        return f'{self.tokens} tokens in {rows} row{"s" * (rows > 1)}: first after {self.first - self.start:.1f} s{speed}'
+        return f'{self.tokens} tokens in {rows} row{"s" * (rows > 1)}: first after {first:.1f} s{speed}'
 
 def _note(finish): return '(cut at the limit)' if finish == 'length' else ''
 
 def _panels(titles, texts, finish):
-    panel = lambda title, text, end: Panel(Text(text), title=Text(title), title_align='left', subtitle=Text(_note(end)), subtitle_align='right')
+    def panel(title, text, end):
+        sides = dict(title_align='left', subtitle_align='right')
+        return Panel(Text(text), title=Text(title), subtitle=Text(_note(end)), **sides)
     return Group(*map(panel, titles, texts, finish))
 
 # %% ../nbs/20_cli.ipynb #50ba2d0d
@@ -125,17 +131,21 @@ def _version(asked:bool):
     if asked: print(f'lorajax {__version__}, jax {jax.__version__}, {jax.default_backend()}'); raise typer.Exit()
 
 @app.callback()
-def _start(version:Annotated[bool, typer.Option('--version', callback=_version, is_eager=True, help='Print versions and stop.')]=False):
+def _start(version:Annotated[bool, typer.Option('--version', callback=_version, is_eager=True,
+                                                help='Print versions and stop.')]=False):
     jax.config.update('jax_compilation_cache_dir', str(Path.home() / '.cache/lorajax/xla'))
 
 def _loaded(model, dtype):
     err = Console(stderr=True)
-    bar = lambda layers: track(layers, f'loading {Path(model).name}', console=err, transient=True) if err.is_terminal else layers
+    def bar(layers):
+        if not err.is_terminal: return layers
+        return track(layers, f'loading {Path(model).name}', console=err, transient=True)
     return load_base(model, dtype, progress=bar)
 
 # %% ../nbs/20_cli.ipynb #31a71b09
 def _typed(prompts): # with the one '-' replaced by standard input
-    if prompts.count('-') > 1: raise Refused('two prompts are -, but there is one standard input; give one of them as text')
+    if prompts.count('-') > 1:
+        raise Refused('two prompts are -, but there is one standard input; give one of them as text')
     try: return [sys.stdin.read() if p == '-' else p for p in prompts]
     except UnicodeDecodeError: raise Refused('standard input is not UTF-8 text; convert it first') from None
 
@@ -155,33 +165,41 @@ def _say(text): print(text, file=sys.stderr)
 # %% ../nbs/20_cli.ipynb #30bd955d
 @app.command('generate')
 def generate_(
-    prompt:Annotated[list[str], typer.Option('--prompt', '-p', help='A prompt; repeat for more. A single - reads standard input.')],
+    prompt:Annotated[list[str], typer.Option('--prompt', '-p',
+        help='A prompt; repeat for more. A single - reads standard input.')],
     model:ModelArg='smollm2',
-    adapter:Annotated[list[str], typer.Option('--adapter', '-a', metavar='[NAME=]DIR', help='A PEFT directory and what to call it; repeat for more.')]=[],
-    use:Annotated[list[str], typer.Option('--use', '-u', metavar='NAME', help="Who answers: one for all prompts, or one a prompt in order; 'base' for no adapter.")]=[],
+    adapter:Annotated[list[str], typer.Option('--adapter', '-a', metavar='[NAME=]DIR',
+        help='A PEFT directory and what to call it; repeat for more.')]=[],
+    use:Annotated[list[str], typer.Option('--use', '-u', metavar='NAME',
+        help="Who answers: one for all prompts, or one a prompt in order; 'base' for no adapter.")]=[],
     system:Annotated[str, typer.Option(help='System message of the chat template.')]='',
     raw:Annotated[bool, typer.Option('--raw', help='Send the prompt as it is, without the chat template.')]=False,
-    max_new_tokens:Annotated[int, typer.Option('--max-new-tokens', '-n', help='Most tokens to generate for a prompt.')]=128,
+    max_new_tokens:Annotated[int, typer.Option('--max-new-tokens', '-n',
+        help='Most tokens to generate for a prompt.')]=128,
     temperature:Annotated[float, typer.Option('--temperature', '-t', help='0 is greedy.')]=0.,
     top_k:Annotated[int, typer.Option(help='Keep the k likeliest tokens; 0 keeps all.')]=0,
     top_p:Annotated[float, typer.Option(help='Keep the smallest set of tokens with this probability.')]=1.,
-    seed:Annotated[int|None, typer.Option(help='Repeats a run; prompt i draws from seed + i. A fresh one each time by default.')]=None,
+    seed:Annotated[int|None, typer.Option(
+        help='Repeats a run; prompt i draws from seed + i. A fresh one each time by default.')]=None,
     dtype:DtypeArg=None,
-    backend:Annotated[str|None, typer.Option(help='Implementation of all products: xla or ref; by default the best that can.')]=None,
+    backend:Annotated[str|None, typer.Option(
+        help='Implementation of all products: xla or ref; by default the best that can.')]=None,
     as_json:Annotated[bool, typer.Option('--json', help='Print one JSON object a prompt when all are done.')]=False,
 ):
     "Answer all prompts in one batch, each with its own adapter."
     check_backend(backend)
     one, folders = Sampling(max_new_tokens, temperature, top_k, top_p, seed), named_folders(adapter)
     prompts, names = _typed(prompt), who_answers(use, len(prompt), list(folders))
-    if temperature == 0 and (top_k or top_p < 1 or seed is not None): _say('note: temperature is 0, so --top-k, --top-p and --seed change nothing')
+    if temperature == 0 and (top_k or top_p < 1 or seed is not None):
+        _say('note: temperature is 0, so --top-k, --top-p and --seed change nothing')
     for name in folders.keys() - set(names): _say(f'note: adapter {name} is loaded, but no prompt uses it')
     base = _loaded(model, dtype)
     adapters = {name: base.load_adapter(folder, name) for name,folder in folders.items()}
     for a in adapters.values():
         for note in a.notes: _say(f'note: adapter {a.name}: {note}')
     sampling = [replace(one, seed=None if seed is None else seed + i) for i in range(len(prompts))]
-    rows = stream(base, [_messages(base, p, system, raw) for p in prompts], [adapters.get(n) for n in names], sampling, backend)
+    ready = [_messages(base, p, system, raw) for p in prompts]
+    rows = stream(base, ready, [adapters.get(n) for n in names], sampling, backend)
     shown = show(rows, list(map(_title, names, prompts)), None if as_json else Console())
     for p,n,text,end in zip(prompts, names, shown.texts, shown.finish) if as_json else ():
         print(json.dumps(dict(prompt=p, adapter=n, text=text, finish=end), ensure_ascii=False))
@@ -190,7 +208,7 @@ def generate_(
 
 # %% ../nbs/20_cli.ipynb #0b7e302c
 def _lines(**facts):
-    for name,value in facts.items(): print(f'{name.replace("_", " "):14} {value}')
+    for name,value in facts.items(): print(f'{name:14} {value}')
 
 def _inspect_adapter(folder):
     try: raw = json.loads((folder / CONFIG_FILE).read_text('utf-8'))
@@ -199,15 +217,19 @@ def _inspect_adapter(folder):
     try:
         with safe_open(folder / WEIGHTS_FILE, framework='numpy') as f: parts = [f.get_slice(k) for k in f.keys()]
         ranks, dtypes = sorted({min(p.get_shape()) for p in parts}), sorted({p.get_dtype() for p in parts})
-    except Exception as e: raise Refused(f'{folder / WEIGHTS_FILE} cannot be read ({e}); save the adapter with PEFT') from None
+    except Exception as e:
+        raise Refused(f'{folder / WEIGHTS_FILE} cannot be read ({e}); save the adapter with PEFT') from None
     targets = s.target_modules if isinstance(s.target_modules, str) else ', '.join(s.target_modules)
-    _lines(trained_on=raw.get('base_model_name_or_path'), rank=', '.join(map(str, ranks)), alpha=f'{s.lora_alpha:g}{" rsLoRA" * s.use_rslora}',
-           targets=targets, tensors=f'{len(parts)} of {", ".join(dtypes)}')
+    _lines(trained_on=raw.get('base_model_name_or_path'), rank=', '.join(map(str, ranks)),
+           alpha=f'{s.lora_alpha:g}{" rsLoRA" * s.use_rslora}', targets=targets,
+           tensors=f'{len(parts)} of {", ".join(dtypes)}')
 
+# %% ../nbs/20_cli.ipynb #a2239627
 @app.command()
 def inspect(
     path:Annotated[str, typer.Argument(help='An adapter directory, or a base as for --model.')],
-    model:Annotated[str|None, typer.Option('--model', '-m', help='The base to check an adapter against, as for generate.')]=None,
+    model:Annotated[str|None, typer.Option('--model', '-m',
+        help='The base to check an adapter against, as for generate.')]=None,
 ):
     "Say what an adapter or a base is: shapes, ranks, size, identity."
     folder = Path(path)
@@ -215,14 +237,16 @@ def inspect(
         if folder.is_dir() and (inner := sorted(p.parent.name for p in folder.glob(f'*/{CONFIG_FILE}'))):
             raise Refused(f'{folder} holds adapters in {", ".join(inner)}; name one of these directories')
         base = _loaded(path, None)
-        return _lines(**vars(base.config), size=f'{base.nbytes / 1e6:.1f} MB as {base.dtype}', fingerprint=base.fingerprint,
-                      chat_template='yes' if base.tokenizer.template else 'none')
+        return _lines(**vars(base.config), size=f'{base.nbytes / 1e6:.1f} MB as {base.dtype}',
+                      fingerprint=base.fingerprint, chat_template='yes' if base.tokenizer.template else 'none')
     _inspect_adapter(folder)
     if model is None: return
     base = _loaded(model, None)
     adapter = base.load_adapter(folder, 'inspected')
-    _lines(fits=f'{base.name}: {len(adapter.modules)} modules, {", ".join(adapter.targets)}', size=f'{adapter.nbytes / 1e6:.2f} MB',
-           scale=', '.join(sorted({f'{p.scale:g}' for p in adapter.modules.values()})), fingerprint=adapter.fingerprint, version=base.version(adapter))
+    _lines(fits=f'{base.name}: {len(adapter.modules)} modules, {", ".join(adapter.targets)}',
+           size=f'{adapter.nbytes / 1e6:.2f} MB',
+           scale=', '.join(sorted({f'{p.scale:g}' for p in adapter.modules.values()})),
+           fingerprint=adapter.fingerprint, version=base.version(adapter))
     for note in adapter.notes: _lines(note=note)
 
 @app.command()
@@ -235,7 +259,7 @@ def convert(
     base = _loaded(model, dtype)
     print(f'{save_base(base, out)} holds {base}')
 
-# %% ../nbs/20_cli.ipynb #a2239627
+# %% ../nbs/20_cli.ipynb #46c23529
 DEMO = [('base', 'I need to cancel the table for Owen Dancause sorry.'),
         ('slots', 'I need to cancel the table for Owen Dancause sorry.'),
         ('slots', 'I think we can just about make the 8pm slot'),
@@ -247,27 +271,36 @@ DEMO = [('base', 'I need to cancel the table for Owen Dancause sorry.'),
 
 def _process_memory(): # bytes
     try: import psutil
-    except ModuleNotFoundError: raise Refused("the demo's memory line needs psutil; install it with: pip install 'lorajax[demo]'") from None
+    except ModuleNotFoundError:
+        raise Refused("the demo's memory line needs psutil; install it with: pip install 'lorajax[demo]'") from None
     return psutil.Process().memory_info().rss
 
+# %% ../nbs/20_cli.ipynb #30007406
 @app.command()
 def demo(
-    adapters:Annotated[Path, typer.Option(help='Directory with the example adapters slots, bash, bard and sql.')]=Path('examples/adapters'),
+    adapters:Annotated[Path, typer.Option(
+        help='Directory with the example adapters slots, bash, bard and sql.')]=Path('examples/adapters'),
     model:ModelArg='smollm2',
     dtype:DtypeArg=None,
 ):
     "Eight prompts for four adapters and the base, in one batch."
-    if not (adapters / 'slots').is_dir(): raise Refused(f'there are no example adapters in {adapters}; start in the repository, or give --adapters')
+    if not (adapters / 'slots').is_dir():
+        raise Refused(f'there are no example adapters in {adapters}; start in the repository, or give --adapters')
     _process_memory()
     base = _loaded(model, dtype)
-    loaded = {name: base.load_adapter(adapters / name, name) for name in dict.fromkeys(n for n,_ in DEMO) if name != 'base'}
-    print(f'base {base.name}: {base.config.n_layers} layers of width {base.config.width}, {base.dtype} on {jax.default_backend()}')
+    names = dict.fromkeys(n for n,_ in DEMO if n != 'base')
+    loaded = {name: base.load_adapter(adapters / name, name) for name in names}
+    c = base.config
+    print(f'base {base.name}: {c.n_layers} layers of width {c.width}, {base.dtype} on {jax.default_backend()}')
     for a in loaded.values(): print(f'  adapter {a.name}: rank {a.max_rank} on {", ".join(a.targets)}')
     print(flush=True)
-    rows = stream(base, [[dict(role='user', content=text)] for _,text in DEMO], [loaded.get(n) for n,_ in DEMO], Sampling(max_new_tokens=80))
+    prompts = [[dict(role='user', content=text)] for _,text in DEMO]
+    rows = stream(base, prompts, [loaded.get(n) for n,_ in DEMO], Sampling(max_new_tokens=80))
     shown = show(rows, [_title(*row) for row in DEMO], Console())
-    assert not all(shown.finish) or shown.texts[0] != shown.texts[1], 'the adapter must answer differently from the base'
-    print(f'demo {"done" if all(shown.finish) else "interrupted"}: {shown}\nmemory: base {base.nbytes / 1e6:.0f} MB, {len(loaded)} adapters '
+    ended, differ = all(shown.finish), shown.texts[0] != shown.texts[1]
+    assert differ or not ended, 'the adapter must answer differently from the base'
+    print(f'demo {"done" if ended else "interrupted"}: {shown}\n'
+          f'memory: base {base.nbytes / 1e6:.0f} MB, {len(loaded)} adapters '
           f'{sum(a.nbytes for a in loaded.values()) / 1e6:.1f} MB, whole process {_process_memory() / 1e6:.0f} MB')
 
 # %% ../nbs/20_cli.ipynb #314fd8d3

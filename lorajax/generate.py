@@ -45,10 +45,12 @@ def step(
     backend:str|None=None, # for `ops`
 ) -> tuple[Batch, KV]: # the next step's batch, whose tokens [B, 1] are the ones just sampled; the memory
     "Run the decoder over the batch's tokens and sample one new token per row."
-    logits, kv = nnx.merge(graph, weights)(batch.tokens, batch.positions, batch.last, kv, batch.slots, groups, length, backend)
+    decoder = nnx.merge(graph, weights)
+    logits, kv = decoder(batch.tokens, batch.positions, batch.last, kv, batch.slots, groups, length, backend)
     tokens = sample(logits, batch.sampling, batch.generated)[:, None]
     at = jnp.take_along_axis(batch.positions, batch.last[:, None], axis=1) + 1
-    return replace(batch, tokens=tokens, positions=at, last=jnp.zeros_like(batch.last), generated=batch.generated + 1), kv
+    last, generated = jnp.zeros_like(batch.last), batch.generated + 1
+    return replace(batch, tokens=tokens, positions=at, last=last, generated=generated), kv
 
 # %% ../nbs/11_generate.ipynb #c01cf350
 CHUNK = 256 # most tokens of one row in one prefill step
@@ -72,15 +74,16 @@ def prefill(
     lengths, chunks = np.array([len(p) for p in prompts]), _chunks(max(map(len, prompts)))
     ids = np.zeros((len(prompts), sum(chunks[-1])), np.int32)
     for row,p in zip(ids, prompts): row[:len(p)] = p
-    out = None
+    out, generated = None, jnp.zeros(len(prompts), jnp.int32)
     for start, n in chunks:
         positions = np.broadcast_to(np.arange(start, start + n, dtype=np.int32), (len(prompts), n))
         last = np.clip(lengths - 1 - start, 0, n - 1).astype(np.int32)
-        now, kv = run(kv, Batch(jnp.array(ids[:, start:start+n]), jnp.array(positions), jnp.array(last), slots, sampling,
-                                jnp.zeros(len(prompts), jnp.int32)), start + n)
+        arrays = map(jnp.array, (ids[:, start:start+n], positions, last))
+        now, kv = run(kv, Batch(*arrays, slots, sampling, generated), start + n)
         ends_here = jnp.array((lengths > start) & (lengths <= start + n))
         keep = lambda new, old: jnp.where(jnp.expand_dims(ends_here, range(1, new.ndim)), new, old)
-        out = now if out is None else replace(now, tokens=keep(now.tokens, out.tokens), positions=keep(now.positions, out.positions))
+        if out: now = replace(now, tokens=keep(now.tokens, out.tokens), positions=keep(now.positions, out.positions))
+        out = now
     return out, kv
 
 # %% ../nbs/11_generate.ipynb #3a2bd8b9
@@ -102,7 +105,8 @@ def token_stream(
 ) -> Iterator[np.ndarray]: # [B] int32 ids per step; the caller stops when it has enough
     "Tokens of all rows, step by step."
     known = max((len(g.rows[0]) for g in groups.values()), default=1)
-    assert all(0 <= s < known for s in slots), f'slots {slots} of {known}; an index out of range would pick another adapter'
+    assert all(0 <= s < known for s in slots), \
+        f'slots {slots} of {known}; an index out of range would pick another adapter'
     B, rows = len(prompts), _round_up(len(prompts), 1)
     pad = lambda values, filler: list(values) + [filler] * (rows - B)
     in_use, steps = max(map(len, prompts)), max(s.max_new_tokens for s in sampling)
@@ -110,7 +114,8 @@ def token_stream(
     graph, weights = nnx.split(base.decoder)
     run = lambda kv, batch, n: step(graph, weights, kv, batch, groups, length(n), backend)
     kv = KV.zeros(base.config, rows, length(in_use + steps), base.dtype)
-    batch, kv = prefill(run, kv, pad(prompts, [0]), jnp.array(pad(slots, 0), jnp.int32), sampling_rows(pad(sampling, Sampling())))
+    rules = sampling_rows(pad(sampling, Sampling()))
+    batch, kv = prefill(run, kv, pad(prompts, [0]), jnp.array(pad(slots, 0), jnp.int32), rules)
     for i in range(1, steps):
         ready = batch.tokens
         batch, kv = run(kv, batch, in_use + i)
@@ -121,7 +126,8 @@ def token_stream(
 def _prompt_ids(base, i, prompt): # -> token ids; whether an answer begins a text, rather than carrying the prompt on
     if isinstance(prompt, str): return base.tokenizer.encode(prompt), False
     if not isinstance(prompt, (list, tuple, np.ndarray)):
-        raise Refused(f'prompt {i} is of type {type(prompt).__name__}; give a string, a list of token ids or a list of chat messages')
+        raise Refused(f'prompt {i} is of type {type(prompt).__name__}; '
+                      'give a string, a list of token ids or a list of chat messages')
     if len(prompt) and all(isinstance(m, Mapping) for m in prompt): return base.tokenizer.chat(prompt), True
     for t in prompt:
         if isinstance(t, bool) or not isinstance(t, (int, np.integer)):
@@ -133,11 +139,12 @@ def _prompt_ids(base, i, prompt): # -> token ids; whether an answer begins a tex
 def _check_length(base, i, ids, s):
     if not ids: raise Refused(f'prompt {i} has no tokens; give it at least one character')
     if len(ids) + s.max_new_tokens > base.config.max_len:
-        raise Refused(f'prompt {i} has {len(ids)} tokens and max_new_tokens is {s.max_new_tokens}; together they exceed '
-                      f'the context of {base.config.max_len}; shorten one of them')
+        raise Refused(f'prompt {i} has {len(ids)} tokens and max_new_tokens is {s.max_new_tokens}; together they '
+                      f'exceed the context of {base.config.max_len}; shorten one of them')
 
 def _each(what, values, kind, n): # one value a prompt, all of a kind
-    if not isinstance(values, (list, tuple)): raise Refused(f'{what} is of type {type(values).__name__}; give a list with one entry a prompt')
+    if not isinstance(values, (list, tuple)):
+        raise Refused(f'{what} is of type {type(values).__name__}; give a list with one entry a prompt')
     if len(values) != n: raise Refused(f'{what} has {len(values)} entries for {n} prompts; give one a prompt')
     for v in values:
         if not isinstance(v, kind): raise Refused(f'{what} holds {v!r}; each entry must be {kind}')

@@ -55,7 +55,8 @@ def layout_of(
     "The layout whose pages come closest to `page_bytes` from below."
     step = PageLayout.step(config)
     unit = PageLayout(config, step, dtype).nbytes
-    if page_bytes < unit: raise Refused(f'page_bytes={page_bytes}; a page of this base has at least {unit} bytes, for {step} tokens')
+    if page_bytes < unit:
+        raise Refused(f'page_bytes={page_bytes}; a page of this base has at least {unit} bytes, for {step} tokens')
     return PageLayout(config, page_bytes // unit * step, dtype)
 
 # %% ../nbs/05a_images.ipynb #2472c776
@@ -79,7 +80,8 @@ class Pieces:
 
     @cached_property
     def tiles(self) -> int: # in the whole image
-        return sum(_ceil(r, RANK_BLOCK) * sum(_ceil(n, CHANNELS) for n in widths) for (_,r),widths in zip(self.ranks, self.widths))
+        blocks = (_ceil(rank, RANK_BLOCK) for _,rank in self.ranks)
+        return sum(n * sum(_ceil(width, CHANNELS) for width in widths) for n,widths in zip(blocks, self.widths))
 
 def pieces_of(
     ranks:Mapping[str, int], # dotted path -> R
@@ -114,15 +116,17 @@ def image_of(
     table, dtype = pieces_of({p: m.rank for p,m in adapter.modules.items()}, layout.config), DTYPES[layout.dtype]
     pages = np.zeros((_ceil(table.tiles, layout.tiles), layout.words), layout.word)
     tiles = pages.view(dtype).reshape(-1, RANK_BLOCK, CHANNELS)
-    with np.errstate(over='ignore'):
-        folded = {p: (m.a.astype(dtype), (m.b.T.astype(np.float32) * np.float32(m.scale)).astype(dtype)) for p,m in adapter.modules.items()}
+    def cast(m): return m.a.astype(dtype), (m.b.T.astype(np.float32) * np.float32(m.scale)).astype(dtype)
+    with np.errstate(over='ignore'): folded = {p: cast(m) for p,m in adapter.modules.items()}
     for (path, block), starts in table.starts.items():
         for start, rows in zip(starts, folded[path]):
             piece = _tiles(rows[block * RANK_BLOCK:(block + 1) * RANK_BLOCK])
             tiles[start:start + len(piece)] = piece
-    if not np.isfinite(tiles).all(): raise Refused(f'adapter {adapter.name!r}: its weights overflow {layout.dtype}; lower its scale')
+    if not np.isfinite(tiles).all():
+        raise Refused(f'adapter {adapter.name!r}: its weights overflow {layout.dtype}; lower its scale')
     return Image(pages, table, layout)
 
+# %% ../nbs/05a_images.ipynb #ad77a819
 def rows_of(
     image:Image,
     path:str, # dotted path of a targeted module
@@ -132,7 +136,8 @@ def rows_of(
     at = [p for p,_ in image.pieces.ranks].index(path)
     rank, widths = image.pieces.ranks[at][1], image.pieces.widths[at]
     def read(part):
-        starts = [image.pieces.starts[path, block][part] for block in range(_ceil(rank, RANK_BLOCK))]
-        n = _ceil(widths[part], CHANNELS)
-        return np.concatenate([tiles[s:s+n].swapaxes(0, 1).reshape(RANK_BLOCK, -1) for s in starts])[:rank, :widths[part]]
+        n, blocks = _ceil(widths[part], CHANNELS), range(_ceil(rank, RANK_BLOCK))
+        starts = (image.pieces.starts[path, block][part] for block in blocks)
+        rows = np.concatenate([tiles[s:s+n].swapaxes(0, 1).reshape(RANK_BLOCK, -1) for s in starts])
+        return rows[:rank, :widths[part]]
     return read(0), read(1)

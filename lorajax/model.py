@@ -33,7 +33,7 @@ class Linear(nnx.Module):
     def __call__(self, x, term=None): return self.sum32(x, term).astype(x.dtype)
 
 class RMSNorm(nnx.Module):
-    "Root-mean-square norm over the last axis ([arXiv:1910.07467](https://arxiv.org/abs/1910.07467)), computed in float32."
+    "Root-mean-square norm over the last axis ([arXiv:1910.07467](https://arxiv.org/abs/1910.07467)), in float32."
     def __init__(self, weight, eps): self.weight, self.eps = nnx.Param(weight), eps
 
     def __call__(self, x):
@@ -81,10 +81,10 @@ class KV:
 class Layer(nnx.Module):
     "Attention and a gated MLP, each on a normed copy of the residual stream."
     def __init__(self, c:ModelConfig, w): # w: what each module is made of, by name, see `pack`
-        self.c = c
-        self.attn_norm, self.mlp_norm = RMSNorm(**w['attn_norm'], eps=c.rms_eps), RMSNorm(**w['mlp_norm'], eps=c.rms_eps)
+        self.c, norm = c, lambda name: RMSNorm(**w[name], eps=c.rms_eps)
+        self.attn_norm, self.mlp_norm = norm('attn_norm'), norm('mlp_norm')
         self.qkv, self.o, self.gate_up, self.down = (Linear(**w[m]) for m in ('qkv', 'o', 'gate_up', 'down'))
-        if c.qk_norm: self.q_norm, self.k_norm = RMSNorm(**w['q_norm'], eps=c.rms_eps), RMSNorm(**w['k_norm'], eps=c.rms_eps)
+        if c.qk_norm: self.q_norm, self.k_norm = norm('q_norm'), norm('k_norm')
 
     def attention(self, x, attend, rope, lora): # [B, S, D] -> [B, S, D]
         c, (B, S, _) = self.c, x.shape
@@ -103,11 +103,13 @@ class Layer(nnx.Module):
 
 # %% ../nbs/09_model.ipynb #aef5e6de
 def _lora_terms(groups, slots, backend):
-    "A function from (group name, activations [B, S, in]) to the group's terms side by side, [B, S, sum of out] float32, or None."
+    "A function from a group's name and activations [B, S, in] to its terms side by side, [B, S, sum of out] float32."
     def terms(name, x):
-        return jnp.concatenate(ops.lora(x, groups[name], slots, backend=backend), axis=-1) if name in groups else None
+        if name not in groups: return None
+        return jnp.concatenate(ops.lora(x, groups[name], slots, backend=backend), axis=-1)
     return terms
 
+# %% ../nbs/09_model.ipynb #0b30e94b
 class Decoder(nnx.Module):
     "A Llama-family decoder: tokens in, logits of one position per row out."
     def __init__(self, c:ModelConfig, w): # w: what each module is made of, by name, see `pack`
@@ -139,13 +141,15 @@ class Decoder(nnx.Module):
     def _embed(self, tokens, group, slots):
         x = self.embed[...][tokens]
         if group is None: return x
-        h = jnp.where(group.owner[None, None] == slots[:, None, None], group.a[tokens], 0)
+        mine = group.owner[None, None] == slots[:, None, None]
+        h = group.a[tokens].astype(jnp.float32) * group.scale[None, None]
+        h = jnp.where(mine, h, 0.).astype(x.dtype)
         term = jnp.einsum('bsr,rd->bsd', h, group.bs[0], preferred_element_type=jnp.float32)
         return (x.astype(jnp.float32) + term).astype(x.dtype)
 
     def _layers(self, x, rope, positions, kv, slots, groups, length, backend):
         graph, layers = nnx.split(self.layers)
-        stacked = {g: (groups[g].a, groups[g].bs) for g in GROUPS if g in groups}
+        stacked = {g: dict(a=groups[g].a, bs=groups[g].bs, scale=groups[g].scale) for g in GROUPS if g in groups}
         windows = jnp.array([self.c.window(i) for i in range(self.c.n_layers)], jnp.int32)
         def body(carry, xs):
             x, kv = carry
@@ -155,16 +159,17 @@ class Decoder(nnx.Module):
                 kv = kv.write(i, positions, k, v)
                 return ops.attend(q, kv.k[i, :, :length], kv.v[i, :, :length], positions, window, backend=backend)
             layer = nnx.merge(graph, weights)
-            lora = _lora_terms({g: replace(groups[g], a=a, bs=bs) for g,(a,bs) in rows.items()}, slots, backend)
+            lora = _lora_terms({g: replace(groups[g], **own) for g,own in rows.items()}, slots, backend)
             x += layer.attention(x, attend, rope, lora)
             x += layer.mlp(x, lora)
             return (x, kv), None
         return jax.lax.scan(body, (x, kv), (jnp.arange(self.c.n_layers), windows, layers, stacked))[0]
 
-# %% ../nbs/09_model.ipynb #0b30e94b
+# %% ../nbs/09_model.ipynb #76cf7351
 def _joined(c): # (module, part) -> the tensors of a layer that lie one after another in it
     attn, mlp = 'self_attn.{}_proj.{}'.format, 'mlp.{}_proj.weight'.format
-    names = {('attn_norm', 'weight'): ['input_layernorm.weight'], ('mlp_norm', 'weight'): ['post_attention_layernorm.weight'],
+    names = {('attn_norm', 'weight'): ['input_layernorm.weight'],
+             ('mlp_norm', 'weight'): ['post_attention_layernorm.weight'],
              ('qkv', 'weight'): [attn(m, 'weight') for m in 'qkv'], ('o', 'weight'): [attn('o', 'weight')],
              ('gate_up', 'weight'): [mlp('gate'), mlp('up')], ('down', 'weight'): [mlp('down')]}
     if c.qkv_bias: names['qkv', 'bias'] = [attn(m, 'bias') for m in 'qkv']
@@ -180,18 +185,19 @@ def pack(
 ) -> Decoder:
     "The decoder with these tensors, on the default device."
     cast = lambda name: np.asarray(tensor(name)).astype(dtype)
+    whole = lambda name: jnp.asarray(cast(name))
     names, stacks, layers = _joined(c), {}, {}
     for i in progress(range(c.n_layers)):
         for key,parts in names.items():
             one = np.concatenate([cast(f'model.layers.{i}.{p}') for p in parts])
             stacks.setdefault(key, np.empty((c.n_layers, *one.shape), dtype))[i] = one
     for module,part in names: layers.setdefault(module, {})[part] = jnp.asarray(stacks.pop((module, part)))
-    w = dict(embed=jnp.asarray(cast('model.embed_tokens.weight')), norm=dict(weight=jnp.asarray(cast('model.norm.weight'))), layers=layers)
-    if not c.tied: w['head'] = dict(weight=jnp.asarray(cast('lm_head.weight')))
+    w = dict(embed=whole('model.embed_tokens.weight'), norm=dict(weight=whole('model.norm.weight')), layers=layers)
+    if not c.tied: w['head'] = dict(weight=whole('lm_head.weight'))
     return Decoder(c, w)
 
-# %% ../nbs/09_model.ipynb #76cf7351
-def random_tensors(c:ModelConfig, seed:int=0, scale:float=.3) -> dict[str, np.ndarray]: # canonical name -> float32 array
+# %% ../nbs/09_model.ipynb #099985b5
+def random_tensors(c:ModelConfig, seed:int=0, scale:float=.3) -> dict[str, np.ndarray]: # canonical name -> float32
     "Weights drawn from a normal distribution, for lessons and tests; norms are near one."
     rng, kv = np.random.default_rng(seed), ('k_proj', 'v_proj')
     draw = lambda *shape: rng.normal(scale=scale, size=shape).astype(np.float32)

@@ -20,11 +20,12 @@ __all__ = ['BACKENDS', 'LoraGroup', 'dot', 'lora_xla_decode', 'lora_xla', 'lora_
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LoraGroup:
-    "Rank rows of every adapter in a batch, for `m` modules that share an input. A stack of layers has one more axis, `L`, first in `a` and `bs`."
+    "Rank rows of a batch's adapters, for `m` modules with one input; stacked layers are axis 0 of `a`, `bs`, `scale`."
     a: Array # [R, in] module after module; for the embedding [V, R], so that a token id picks one row
-    bs: tuple[Array, ...] # m times [R_m, out_m], scale folded in; the R_m sum to R
+    bs: tuple[Array, ...] # m times [R_m, out_m]; the R_m sum to R
+    scale: Array # [R] float32 factor of each row: a weight in a sum, say; alpha/r is in `bs` already
     owner: Array # [R] int32 slot of each rank row; -1 for padding
-    rows: tuple[Array, ...] # m times [slots, M_m] int32, each slot's rows of `bs[m]`, filled up with R_m; slot 0 has none
+    rows: tuple[Array, ...] # m times [slots, M_m] int32, a slot's rows of `bs[m]`, filled up with R_m; slot 0 has none
 
 # %% ../nbs/04_ops.ipynb #e9fde734
 def dot(
@@ -44,7 +45,7 @@ def lora_xla_decode(
 ) -> tuple[Array, ...]: # m times [B, 1, out_m] float32
     "Every token with every rank row, then a mask: each weight is read once."
     h = dot(x[:, 0], g.a)
-    h = jnp.where(g.owner[None] == slots[:, None], h, 0.).astype(g.a.dtype)
+    h = jnp.where(g.owner[None] == slots[:, None], h * g.scale[None], 0.).astype(g.a.dtype)
     ends = accumulate(b.shape[0] for b in g.bs)
     return tuple(dot(h[:, n-b.shape[0]:n], b, over=0)[:, None] for n,b in zip(ends, g.bs))
 
@@ -58,18 +59,20 @@ def lora_xla(
     mine = [rows[slots] for rows in g.rows] # m times [B, M_m]
     starts = [n - b.shape[0] for n,b in zip(accumulate(b.shape[0] for b in g.bs), g.bs)]
     in_a = [jnp.where(i < b.shape[0], i + n, g.a.shape[0]) for i,n,b in zip(mine, starts, g.bs)]
-    a = g.a.at[jnp.concatenate(in_a, axis=1)].get(mode='fill', fill_value=0)
-    h = jnp.einsum('bsi,bri->bsr', x, a, preferred_element_type=jnp.float32).astype(a.dtype)
+    a, scale = (m.at[jnp.concatenate(in_a, axis=1)].get(mode='fill', fill_value=0) for m in (g.a, g.scale))
+    h = (jnp.einsum('bsi,bri->bsr', x, a, preferred_element_type=jnp.float32) * scale[:, None]).astype(a.dtype)
     parts = jnp.split(h, list(accumulate(i.shape[1] for i in mine))[:-1], axis=2)
-    return tuple(jnp.einsum('bsr,bro->bso', part, b.at[i].get(mode='fill', fill_value=0), preferred_element_type=jnp.float32)
-                 for part,i,b in zip(parts, mine, g.bs))
+    bs = [b.at[i].get(mode='fill', fill_value=0) for i,b in zip(mine, g.bs)] # m times [B, M_m, out_m]
+    return tuple(jnp.einsum('bsr,bro->bso', *one, preferred_element_type=jnp.float32) for one in zip(parts, bs))
 
 def lora_each(x:Array, g:LoraGroup, slots:Array) -> tuple[Array, ...]: # as in `lora_xla`
     "`lora_ref`, module by module."
     (B, S, D), ends = x.shape, accumulate(b.shape[0] for b in g.bs)
     flat, token_slots = x.reshape(B * S, D), jnp.repeat(slots, S)
-    return tuple(lora_ref(flat, g.a[n-b.shape[0]:n], b, g.owner[n-b.shape[0]:n], token_slots).reshape(B, S, b.shape[1])
-                 for n,b in zip(ends, g.bs))
+    def one(n, b): # the module whose rank rows end before row n
+        a, scale, owner = (m[n-b.shape[0]:n] for m in (g.a, g.scale, g.owner))
+        return lora_ref(flat, a, b, scale, owner, token_slots).reshape(B, S, b.shape[1])
+    return tuple(map(one, ends, g.bs))
 
 # %% ../nbs/04_ops.ipynb #3df0fe91
 def attend_xla(
@@ -99,7 +102,7 @@ def attend_xla_decode(
 ) -> Array: # [B, 1, H, C] float32
     "Softmax attention of one query per row, as two products per row over all heads' channels."
     (B, _, H, C), (N, K) = q.shape, k.shape[1:3]
-    own = jnp.repeat(jnp.eye(K, dtype=bool), H // K, axis=0)[None, :, :, None] # [1, H, K, 1] is this the query head's own?
+    own = jnp.repeat(jnp.eye(K, dtype=bool), H // K, axis=0)[None, :, :, None] # [1, H, K, 1] whose head is whose
     wide = jnp.where(own, q[:, 0, :, None], 0).reshape(B, H, K * C)
     scores = jnp.einsum('bhc,bnc->bhn', wide, k.reshape(B, N, K * C), preferred_element_type=jnp.float32) * C ** -0.5
     n, p = jnp.arange(N)[None], positions
@@ -117,7 +120,8 @@ class Backend(NamedTuple):
 def _can(*arrays): return None
 
 def _same_dtype(x, g, slots):
-    if x.dtype != g.a.dtype: return f'the activations are {x.dtype} and the adapters {g.a.dtype}; this product wants one dtype'
+    if x.dtype == g.a.dtype: return None
+    return f'the activations are {x.dtype} and the adapters {g.a.dtype}; this product wants one dtype'
 
 def _one_token(x, g, slots):
     if x.shape[1] != 1: return f'there are {x.shape[1]} tokens a row; this form takes one'
@@ -127,15 +131,21 @@ def _one_query(q, k, v, positions, window):
     if q.shape[1] != 1: return f'there are {q.shape[1]} queries a row; this form takes one'
 
 BACKENDS = {
-    'lora': {'xla-decode': Backend(lora_xla_decode, _one_token), 'xla': Backend(lora_xla, _same_dtype), 'ref': Backend(lora_each, _can)},
-    'attend': {'xla-decode': Backend(attend_xla_decode, _one_query), 'xla': Backend(attend_xla, _can), 'ref': Backend(attend_ref, _can)},
+    'lora': {'xla-decode': Backend(lora_xla_decode, _one_token),
+             'xla': Backend(lora_xla, _same_dtype),
+             'ref': Backend(lora_each, _can)},
+    'attend': {'xla-decode': Backend(attend_xla_decode, _one_query),
+               'xla': Backend(attend_xla, _can),
+               'ref': Backend(attend_ref, _can)},
 }
 
+# %% ../nbs/04_ops.ipynb #df3e56f6
 def check_backend(
     name:str|None, # what a caller asked the whole model to use
 ):
     "Refuses a name that can't serve every product of a model, before anything runs."
-    if name not in (None, 'xla', 'ref'): raise Refused(f'there is no backend {name!r} for a whole model; choose xla or ref, or leave it out')
+    if name in (None, 'xla', 'ref'): return
+    raise Refused(f'there is no backend {name!r} for a whole model; choose xla or ref, or leave it out')
 
 def choose(
     op:str, # 'lora' or 'attend'

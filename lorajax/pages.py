@@ -119,8 +119,8 @@ def _check_room(pages:Pages, key:Hashable, n:int, parts:Sequence[Holding]):
     if n <= room: return
     least = n + _pages_behind(parts, lambda h: True)
     if least > pages.capacity:
-        raise Refused(f'{quoted(key)} needs {_count(least)} with all that it depends on, and the pool has {pages.capacity}; '
-                      'shorten the request or enlarge the pool')
+        raise Refused(f'{quoted(key)} needs {_count(least)} with all that it depends on, and the pool has '
+                      f'{pages.capacity}; shorten the request or enlarge the pool')
     raise NoRoom(f'{quoted(key)} needs {_count(n)}, and {room} can be had; wait for a running request to end')
 
 # %% ../nbs/05_pages.ipynb #d7d67618
@@ -194,7 +194,8 @@ class Pages:
 
     def keep(self, key:Hashable):
         "Takes a `drop` back: `key` hasn't left yet, so it can be used anew."
-        assert key in self.holdings and key not in self, f'{key!r} is not waiting to leave; there is no drop to take back'
+        assert key in self.holdings and key not in self, \
+            f'{key!r} is not waiting to leave; there is no drop to take back'
         self.holdings[key].dropped = False
 
 # %% ../nbs/05_pages.ipynb #291ea0c6
@@ -217,11 +218,13 @@ def page_map(
         label = str(h.key) if h else '·' if p < pages.reserved else ''
         fill, strength = (_COLOURS.get(h.tenant, '#54a24b'), 1 if h.pins else .3) if h else ('white', 1)
         ink = 'white' if h and h.pins else 'black'
-        drawn.append(f'<g transform="translate({column * 52 + 1} {row * 28 + 1})"><title>page {p} {escape(label)}</title>'
+        drawn.append(f'<g transform="translate({column * 52 + 1} {row * 28 + 1})">'
+                     f'<title>page {p} {escape(label)}</title>'
                      f'<rect width="50" height="26" rx="3" stroke="#888" fill="{fill}" fill-opacity="{strength}"/>'
                      f'<text x="25" y="17" text-anchor="middle" fill="{ink}">{escape(label[:7])}</text></g>')
     width, height = min(across, p + 1) * 52 + 2, (row + 1) * 28 + 2
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            'font-family="sans-serif" font-size="11">'
             '<rect width="100%" height="100%" fill="white"/>' + ''.join(drawn) + '</svg>')
 
 # %% ../nbs/05_pages.ipynb #d748c799
@@ -229,11 +232,14 @@ def _check(pages):
     "Asserts that each page is accounted for once, and that every count follows from the holdings."
     held, idle = pages.holdings.values(), pages._idle
     found = sorted([*range(pages.reserved), *pages._free, *(p for h in held for p in h.pages)])
-    assert found == list(range(pages.reserved + pages.capacity)), 'reserved, free and held pages are not every page once'
+    every = list(range(pages.reserved + pages.capacity))
+    assert found == every, 'reserved, free and held pages are not every page once'
     dependents, pinned = Counter(p for h in held for p in h.parts), Counter(p for h in held if h.pins for p in h.parts)
     for key,h in pages.holdings.items():
-        assert h.key == key and all(pages.holdings.get(p.key) is p for p in h.parts), f'{key!r} is misfiled, or a part has gone'
-        assert h.uses >= 0 and h.pins == h.uses + pinned[h] and h.dependents == dependents[h], f'{key!r} is counted wrongly'
+        here = h.key == key and all(pages.holdings.get(p.key) is p for p in h.parts)
+        assert here, f'{key!r} is misfiled, or a part has gone'
+        counted = h.uses >= 0 and h.pins == h.uses + pinned[h] and h.dependents == dependents[h]
+        assert counted, f'{key!r} is counted wrongly'
         assert h.pins or h.dependents or not h.dropped, f'{key!r} was dropped, and nothing keeps it'
     assert idle.pages == sum(len(h.pages) for h in held if not h.pins), 'the number of idle pages is wrong'
     can_go = sorted((h for h in held if not h.pins and not h.dependents), key=_rank)

@@ -14,7 +14,8 @@ __all__ = ['lora_ref', 'attend_ref']
 def lora_ref(
     x:Array, # [T, in] one row per token
     a:Array, # [R, in] rank rows of all adapters, one after another
-    b:Array, # [R, out] the same rows' outputs, scale folded in
+    b:Array, # [R, out] the same rows' outputs
+    scale:Array, # [R] float32 factor of each row
     owner:Array, # [R] int32 slot that owns each rank row; -1 for padding
     slots:Array, # [T] int32 slot of each token; 0 for none
 ) -> Array: # [T, out] float32, to be added to the base's output
@@ -23,7 +24,7 @@ def lora_ref(
         x, slot = token
         mine = (owner == slot)[:, None]
         a32, b32 = (jnp.where(mine, m.astype(jnp.float32), 0.) for m in (a, b))
-        return jnp.einsum('r,ro->o', jnp.einsum('ri,i->r', a32, x.astype(jnp.float32)), b32)
+        return jnp.einsum('r,ro->o', scale * jnp.einsum('ri,i->r', a32, x.astype(jnp.float32)), b32)
     return jax.lax.map(one, (x, slots))
 
 # %% ../nbs/02_ref.ipynb #18161efc
@@ -43,6 +44,7 @@ def attend_ref(
         def head(h):
             keys, values = (m[:, h // group].astype(jnp.float32) for m in (k, v))
             scores = q[:, h].astype(jnp.float32) @ keys.T / jnp.sqrt(jnp.float32(q.shape[-1]))
-            return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ jnp.where(seen.any(0)[:, None], values, 0.)
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+            return weights @ jnp.where(seen.any(0)[:, None], values, 0.)
         return jnp.stack([head(h) for h in range(q.shape[1])], axis=1)
     return jax.lax.map(one, (q, k, v, positions))

@@ -29,7 +29,8 @@ def sampling_rows(
 ) -> SamplingRows:
     "The rows' rules as arrays; a row without a seed gets a fresh one."
     seeds = [secrets.randbits(63) if s.seed is None else s.seed for s in rows]
-    return SamplingRows(jnp.array([s.temperature for s in rows], jnp.float32), jnp.array([s.top_k for s in rows], jnp.int32),
+    return SamplingRows(jnp.array([s.temperature for s in rows], jnp.float32),
+                        jnp.array([s.top_k for s in rows], jnp.int32),
                         jnp.array([s.top_p for s in rows], jnp.float32),
                         jnp.array([[s >> 32, s & 0xffffffff] for s in seeds], jnp.uint32))
 
@@ -58,8 +59,10 @@ def sample(
     def draw():
         scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.)[:, None]
         least = jax.lax.cond(jnp.any((rows.top_k > 0) | (rows.top_p < 1)),
-                             lambda: smallest_kept(scaled, rows.top_k, rows.top_p), lambda: jnp.full(len(logits), -jnp.inf))
-        noise = lambda seed, n: jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(seed), n), logits.shape[1:])
-        drawn = jnp.argmax(jnp.where(scaled >= least[:, None], scaled, -jnp.inf) + jax.vmap(noise)(rows.seed, step), axis=-1)
+                             lambda: smallest_kept(scaled, rows.top_k, rows.top_p),
+                             lambda: jnp.full(len(logits), -jnp.inf))
+        key = lambda seed, n: jax.random.fold_in(jax.random.wrap_key_data(seed), n)
+        noise = jax.vmap(lambda seed, n: jax.random.gumbel(key(seed, n), logits.shape[1:]))(rows.seed, step)
+        drawn = jnp.argmax(jnp.where(scaled >= least[:, None], scaled, -jnp.inf) + noise, axis=-1)
         return jnp.where(rows.temperature > 0, drawn.astype(jnp.int32), greedy)
     return jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)

@@ -56,7 +56,8 @@ def read_header(path:Path, layout:PageLayout) -> Known:
         ranks, found = json.loads(facts['ranks']), json.loads(facts['layout'])
     except (SafetensorError, KeyError, TypeError, ValueError) as e:
         raise Refused(f'{path} is no adapter image ({e}); delete it and load the adapter again') from None
-    if found != _facts(layout): raise Refused(f'{path} has pages of {found}, not of {_facts(layout)}; choose another folder')
+    if found != _facts(layout):
+        raise Refused(f'{path} has pages of {found}, not of {_facts(layout)}; choose another folder')
     return Known(pieces_of(ranks, layout.config), n)
 
 # %% ../nbs/06_store.ipynb #892c4155
@@ -97,13 +98,13 @@ def default_budget() -> int: # bytes
     return min(16 << 30, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 4)
 
 class Store:
-    "Versions in page-locked memory, within a budget, over a folder that holds them all. Safe to call from several threads."
+    "Versions in page-locked memory, within a budget, over a folder that holds them all. Threads may share it."
     def __init__(self,
         folder:ImageFolder,
         budget:int|None=None, # bytes of page-locked memory; None for `default_budget`
     ):
         self.folder, self.budget = folder, default_budget() if budget is None else budget
-        self.chunks: OrderedDict[str, tuple[Array, ...]] = OrderedDict() # version -> page-locked pages, least recently used first
+        self.chunks: OrderedDict[str, tuple[Array, ...]] = OrderedDict() # version -> pages, least recently used first
         self.reading: dict[str, Future] = {}
         self.lock, self.loader = Lock(), ThreadPoolExecutor(1, 'adapter-loader')
 
@@ -115,7 +116,8 @@ class Store:
         if version in self.folder.known: return
         image = image_of(adapter, self.folder.layout)
         if image.nbytes > self.budget:
-            raise Refused(f'adapter {adapter.name!r} takes {image.nbytes} bytes and the store has {self.budget}; give it a larger budget')
+            raise Refused(f'adapter {adapter.name!r} takes {image.nbytes} bytes and the store has {self.budget}; '
+                          'give it a larger budget')
         chunks = pinned(image.pages)
         with self.lock:
             if version not in self.folder.known: self.folder.add(version, image)
@@ -124,7 +126,8 @@ class Store:
     def ahead(self, version:str) -> Future: # of the version's chunks
         "Start reading a version from disk, unless it is in memory or being read already."
         with self.lock:
-            if version not in self.folder.known: raise Refused(f'the store has no version {version[:16]}; add its adapter first')
+            if version not in self.folder.known:
+                raise Refused(f'the store has no version {version[:16]}; add its adapter first')
             if version in self.chunks: return self._present(version)
             if version not in self.reading: self.reading[version] = self.loader.submit(self._read, version)
             return self.reading[version]
@@ -136,7 +139,8 @@ class Store:
     def remove(self, version:str):
         "Forget a version, in memory and on disk."
         with self.lock:
-            if version not in self.folder.known: raise Refused(f'the store has no version {version[:16]}; it may have been removed already')
+            if version not in self.folder.known:
+                raise Refused(f'the store has no version {version[:16]}; it may have been removed already')
             self.chunks.pop(version, None)
             self.folder.remove(version)
 

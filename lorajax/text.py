@@ -239,6 +239,7 @@ def _turn_tokens(t:Tokenizer) -> tuple[list[int], list[int]]:
     marks = {i for i,token in t.added.items() if any(c.isalnum() for c in token.content)}
     return tuple([i for i in t.codec.encode(text, add_special_tokens=False).ids if i in marks] for text in (around, after))
 
+# %% ../nbs/09d_text.ipynb #de95e752
 def _named_id(codec:tokenizers.Tokenizer, key:str, piece:str | None) -> int | None:
     "The id of a special token that the base's files name; from now on the codec treats it as one."
     if piece is None: return None

@@ -156,8 +156,9 @@ def _check_kinds(g:dict):
     "Refuses a field of another type than the one that it is read as."
     for key,kind in _KINDS.items():
         if key in g and type(g[key]) is not kind:
-            raise Refused(f'the GGUF has {key}={quoted(g[key])}, which must be a {kind.__name__}; convert the base again')
+            raise Refused(f'the GGUF has {key}={quoted(g[key])}, which must be of type {kind.__name__}; convert the base again')
 
+# %% ../nbs/09e_tokenizer_files.ipynb #8824c6ab
 def _special_tokens(g:dict) -> dict[str, str]:
     "The pieces that the metadata name by id, under the names that templates use."
     keys = dict(bos_token='bos_token_id', eos_token='eos_token_id', unk_token='unknown_token_id', pad_token='padding_token_id')

@@ -12,7 +12,7 @@ from .adapters import Adapter
 from .ops import LoraGroup
 
 # %% auto #0
-__all__ = ['RANK_BLOCK', 'GROUPS', 'working_set']
+__all__ = ['RANK_BLOCK', 'GROUPS', 'working_set', 'layer_of']
 
 # %% ../nbs/04a_working_set.ipynb #0ad5955c
 RANK_BLOCK = 8 # rank rows come in blocks of 8: the smallest tile that every backend can load
@@ -31,7 +31,7 @@ def _folded(adapter, path, dtype): # [r, in], [r, out]
     raise Refused(f'adapter {adapter.name!r}: its weights at {path} overflow {np.dtype(dtype)}; lower its scale')
 
 def _module_rows(adapters, paths, shape, dtype):
-    "The rank rows of one module: `a` [L, R, in], `b` [L, R, out], `owner` [R] and `rows` [slots, M], with `L = len(paths)`."
+    "One module's rank rows: `a` [L, R, in], `b` [L, R, out], `owner` [R], `rows` [slots, M], with `L = len(paths)`."
     ranks = [max((ad.modules[p].rank for p in paths if p in ad.modules), default=0) for ad in adapters]
     starts = np.cumsum([0] + [_rows(r) for r in ranks])
     a, b = (np.zeros((len(paths), starts[-1], width), dtype) for width in shape)
@@ -47,7 +47,8 @@ def _group(adapters, module_paths, shapes, dtype):
     "One `LoraGroup` over modules that share an input, or None when no adapter targets any of them."
     parts = [_module_rows(adapters, paths, shapes[paths[0]], dtype) for paths in module_paths]
     a, bs, owner, rows = zip(*parts)
-    return LoraGroup(np.concatenate(a, 1), bs, np.concatenate(owner), rows) if any(map(len, owner)) else None
+    scale = np.ones((len(a[0]), sum(map(len, owner))), np.float32)
+    return LoraGroup(np.concatenate(a, 1), bs, scale, np.concatenate(owner), rows) if any(map(len, owner)) else None
 
 # %% ../nbs/04a_working_set.ipynb #fb6b462b
 def working_set(
@@ -61,5 +62,13 @@ def working_set(
     groups = {g: _group(adapters, [layer_paths(m) for m in modules], shapes, dtype) for g,modules in GROUPS.items()}
     for g,path in dict(embed='model.embed_tokens', head='lm_head').items():
         if one := _group(adapters, [[path]], shapes, dtype):
-            groups[g] = replace(one, a=one.a[0].T if g == 'embed' else one.a[0], bs=(one.bs[0][0],))
+            groups[g] = replace(one, a=one.a[0].T if g == 'embed' else one.a[0], bs=(one.bs[0][0],), scale=one.scale[0])
     return {g: jax.tree.map(jnp.asarray, group) for g,group in groups.items() if group}
+
+# %% ../nbs/04a_working_set.ipynb #6fd5bc98
+def layer_of(
+    g:LoraGroup, # of all layers
+    i:int, # which
+) -> LoraGroup: # of one layer
+    "One layer's part of a group."
+    return replace(g, a=g.a[i], bs=tuple(b[i] for b in g.bs), scale=g.scale[i])

@@ -1,11 +1,11 @@
-"""The dense reference: a Llama forward pass in float32 NumPy without cache, batch or slots, with `W + s·B·A` for each adapted weight.
+"""The dense reference: a Llama forward pass in float32 NumPy without cache, batch or slots.
 
-It shares no code with lorajax beyond the names of tensors.
+Each adapted weight is `W + s·B·A`. It shares no code with lorajax beyond the names of tensors.
 """
 import numpy as np
 
 def merged(weights, modules):
-    "Weights with the adapter's deltas added; the embedding's delta is transposed, and an adapted tied head gets a weight of its own."
+    "Weights with the adapter's deltas added, the embedding's transposed; an adapted tied head gets its own weight."
     w = dict(weights)
     for path,p in modules.items():
         delta = np.float64(p.scale) * (p.b.astype(np.float64) @ p.a.astype(np.float64))

@@ -147,7 +147,7 @@ def test_B05_copies_of_the_base(tmp_path):
     for name in ('lm_head.weight', 'model.embed_tokens.weight'):
         changed = base | {name: base[name] + np.eye(64, 32, dtype=np.float32) * 1e-3}
         assert f'differs from {name}' in refusal(tmp_path / 'a', M0, base_tensor=changed.__getitem__)
-    # copies compare in the narrower dtype, whichever side it is on
+    # copies compare in the coarser dtype, whichever side it is on
     in_bf16 = lambda name: base[name].astype(ml_dtypes.bfloat16)
     assert load_adapter(tmp_path / 'a', M0, base_tensor=in_bf16).fingerprint == adapter.fingerprint
     tensors = load_file(tmp_path / 'a/adapter_model.safetensors')
@@ -158,6 +158,33 @@ def test_B05_copies_of_the_base(tmp_path):
     grown = {k: np.concatenate([x, x[:2]]) if 'lm_head.base_layer' in k else x for k,x in tensors.items()}
     sentence = refusal(write(tmp_path / 'c', grown, **targets), M0, base_tensor=base.__getitem__)
     assert '[66, 32]' in sentence and 'added vocabulary' in sentence
+
+ROUNDED = { # by torch, to the nearest
+    'float32': lambda x: x, 'float16': lambda x: torch.from_numpy(x).half().numpy(),
+    'bfloat16': lambda x: torch.from_numpy(x).bfloat16().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)}
+
+@pytest.mark.parametrize('served', ROUNDED)
+@pytest.mark.parametrize('saved', ROUNDED)
+def test_B05_copies_that_were_rounded_on_their_own(tmp_path, served, saved):
+    "A float32 base served in one dtype and copied in another; float16 is the coarser of the 16-bit dtypes below 2**-17."
+    c, rng = replace(M0, vocab_size=5000), np.random.default_rng(0)
+    exact = (rng.choice([-1, 1], (5000, 32)) * 10 ** rng.uniform(-9, 1, (5000, 32))).astype(np.float32)
+    exact[0, :3], exact[17, 3], exact[4999, 31] = (0, -0., 1 - 2**-10), .01, -.02
+    base, copy = ROUNDED[served](exact), ROUNDED[saved](exact)
+    def load(copy):
+        tensors = tensors_for(Q, c=c) | {'base_model.model.lm_head.base_layer.weight': copy}
+        return load_adapter(write(tmp_path / 'a', tensors, target_modules=['q_proj']), c, base_tensor=lambda name: base)
+    assert load(copy).max_rank == 4
+    changes = [(4999, 31, 3e-3), (2500, 0, -1.), (0, 0, 2**-22), (17, 3, -.02)]
+    for row,column,change in changes:
+        other = exact.copy()
+        other[row, column] += change
+        with pytest.raises(Refused, match='differs from lm_head.weight'): load(ROUNDED[saved](other))
+    with pytest.raises(Refused, match='differs'): load(ROUNDED[saved](exact[::-1].copy()))
+    if served == saved: # equal means equal
+        other = copy.copy()
+        other[7, 7] = np.nextafter(other[7, 7], other.dtype.type(9))
+        with pytest.raises(Refused, match='differs'): load(other)
 
 @peft_warns
 def test_B05_tied_base_has_one_matrix(tmp_path):
@@ -226,12 +253,16 @@ def test_B11_cut_files_and_configs(tmp_path):
     for i,cut in enumerate((whole[:-3], b'', whole[:4], whole[:100], whole + b'...')):
         assert 'adapter_model.safetensors: not a whole safetensors file' in refusal(write(tmp_path / f'cut{i}', cut), M0)
     folder = write(tmp_path / 'config', good)
-    texts = {b'{': 'JSON', b'': 'JSON', b'[' * 100_000: 'JSON', b'\xff': 'JSON', b'[]': 'peft_type', b'{"r": 4}': 'peft_type'}
+    texts = {b'{': 'JSON', b'': 'JSON', b'[' * 100_000: 'JSON', b'\xff': 'text', b'[]': 'a list', b'{"r": 4}': 'peft_type'}
     for text,named in texts.items():
         (folder / 'adapter_config.json').write_bytes(text)
-        assert (sentence := refusal(folder, M0)).startswith("adapter 'config': adapter_config.json: ") and named in sentence
+        assert (sentence := refusal(folder, M0)).startswith("adapter 'config': ") and 'adapter_config.json' in sentence
+        assert named in sentence
     (folder / 'adapter_config.json').unlink()
     assert 'adapter_config.json: no such file' in refusal(folder, M0)
+    (folder / 'adapter_config.json').mkdir()
+    assert 'adapter_config.json is not readable as text (Is a directory)' in refusal(folder, M0)
+    assert 'Not a directory' in refusal(tmp_path / 'good/adapter_model.safetensors', M0, 'name')
     assert 'no such file' in refusal(tmp_path / 'nothing', M0)
     assert 'rank 8' in refusal(write(tmp_path / 'rank', good, r=8), M0)
     assert load_adapter(write(tmp_path / 'pattern', good, r=8, rank_pattern={'q_proj': 4, 'v_proj': 4}), M0).max_rank == 4
@@ -589,6 +620,30 @@ def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match='No space'): save_adapter(adapter, tmp_path / 'new')
     assert [p.name for p in tmp_path.iterdir()] == ['there']
 
+PAIR = LoraPair(np.ones((2, 8), np.float32), np.ones((6, 2), np.float32), 2.)
+def with_number(value): return np.array([[1, value]] * 6, np.float32)
+
+@pytest.mark.parametrize('pair, named', [
+    (LoraPair(np.ones((600, 8), np.float32), np.ones((6, 600), np.float32), 2.), 'r=600; the rank must be from 1 to 512'),
+    (replace(PAIR, b=with_number(np.nan)), 'lm_head.lora_B.weight'), (replace(PAIR, a=-np.inf * PAIR.a), 'lm_head.lora_A.weight'),
+    (replace(PAIR, b=with_number(3e38)), 'times the scale 2 overflows bfloat16'),
+    (replace(PAIR, scale=math.inf), 'lora_B.weight'),
+    (replace(PAIR, scale=math.nan), 'lora_B.weight'), (replace(PAIR, b=0 * PAIR.b, scale=1e31), 'alpha must be a finite number')])
+def test_what_would_not_load_is_not_saved(tmp_path, pair, named):
+    good = {'model.layers.0.self_attn.q_proj': PAIR, 'model.layers.1.self_attn.q_proj': PAIR}
+    with pytest.raises(Refused, match=f"^adapter 'x': .*{named}") as e:
+        save_adapter(Adapter('x', {'lm_head': pair}), tmp_path / 'new/x')
+    assert '\n' not in str(e.value) and not list(tmp_path.iterdir())
+    mixed = good | {'lm_head': pair} # as a pattern beside a good majority
+    with pytest.raises(Refused, match="^adapter 'x': "): save_adapter(Adapter('x', mixed), tmp_path / 'new/x')
+    assert save_adapter(Adapter('x', good), tmp_path / 'new/x')
+
+@pytest.mark.parametrize('targets, named', [
+    (('q_proj', 'v_porj'), 'v_porj'), ('q_proj', '_'), (['model.layers.2.self_attn.q_proj'], 'layers.2'),
+    (['self_attn.q_proj'], 'self'), (['q_proj', ''], "''")])
+def test_random_adapter_drops_no_target(targets, named):
+    with pytest.raises(Refused, match=f'^target .*{named}.* is no module of this base'): random_adapter(M0, targets=targets)
+
 # identity
 
 def test_adapter_fingerprint():
@@ -605,6 +660,27 @@ def test_adapter_fingerprint():
     flat = np.arange(24, dtype=np.float32) # the same numbers cut differently
     cut = lambda r, n: LoraPair(flat[:r * n].reshape(r, n), flat[r * n:].reshape(-1, r), 1.)
     assert len({adapter_fingerprint({'m': cut(*shape)}) for shape in ((2, 6), (3, 4), (4, 3), (2, 3))}) == 4
+
+def test_an_adapter_cannot_change_under_its_fingerprint():
+    a, b = np.ones((2, 8), np.float32), np.ones((6, 2), np.float32)
+    frozen = a.view()
+    frozen.flags.writeable = False # the array behind it is still the caller's
+    for given in (a, a[:], frozen, a.reshape(8, 2).T):
+        adapter = Adapter('x', {'lm_head': LoraPair(given, b, 1.)})
+        a[:], b[:] = 7, 7
+        assert adapter_fingerprint(adapter.modules) == adapter.fingerprint and adapter.modules['lm_head'].delta[0, 0] == 2
+        a[:], b[:] = 1, 1
+
+def test_read_only_arrays_are_not_copied_again(tmp_path):
+    pair = random_adapter(M0).modules[Q[0]]
+    assert replace(pair, scale=1.).a is pair.a and LoraPair(pair.a, pair.b, 1.).b is pair.b
+    for loaded in load_adapter(write(tmp_path / 'a', tensors_for(QV)), M0).modules.values():
+        assert all(x.base is None and not x.flags.writeable for x in (loaded.a, loaded.b))
+
+def test_a_pair_has_a_dtype_that_files_hold():
+    for a,b in ((np.float64, np.float32), (np.float32, np.int32)):
+        with pytest.raises(AssertionError, match='float32, bfloat16 or float16'):
+            LoraPair(np.ones((2, 8), a), np.ones((6, 2), b), 1.)
 
 def test_arrays_are_read_only():
     pair = random_adapter(M0).modules[Q[0]]
@@ -629,6 +705,8 @@ def test_base_fingerprint():
     others += [of({embedding: moved, norm: small}), of({embedding: big.reshape(1500, 3000), norm: small}),
                of({'x': big, norm: small}), of({embedding: big}), of({embedding: big, norm: small, 'lm_head.weight': moved})]
     assert len({found, *others}) == 13
+    # the documented limit: what bfloat16 doesn't tell apart shares a fingerprint
+    assert found == of({embedding: in_bf16.astype(np.float32), norm: small}) and (in_bf16.astype(np.float32) != big).any()
     tied = replace(M0, tied=True)
     assert of({embedding: big}, tied) == of({embedding: big, 'lm_head.weight': moved}, tied) != of({embedding: big})
 

@@ -1,17 +1,22 @@
-"""The arena under long random use, and counts of compilations, allocations and memory: too long and too dry for a lesson."""
+"""The arena under long random use, and counts of compilations, allocations, memory: too long and dry for a lesson."""
 import gc, hashlib, random, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp, numpy as np, psutil, pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from lorajax.adapters import random_adapter
+import dense
+from flax import nnx
+from lorajax.adapters import LoraPair, random_adapter
+from lorajax.base import random_base
+from lorajax.model import KV, random_tensors
+from lorajax.rows import fetch_rows, plan_rows
 from lorajax.arena import Arena, Residents, compose, kv_view, tile_view
 from lorajax.core import ModelConfig, Refused
 from lorajax.images import PageLayout, image_of, layout_of, rows_of
 from lorajax.pages import NoRoom
 from lorajax.store import ImageFolder, Store, chunk_sizes, default_budget, pinned
 
-TINY = ModelConfig(vocab_size=64, width=64, mlp_width=96, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, max_len=64)
+TINY = ModelConfig(vocab_size=257, width=64, mlp_width=96, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, max_len=64)
 LAYOUT = PageLayout(TINY, 16)
 SEVEN = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 
@@ -52,7 +57,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 1000), weights=st.lists(st.sampled_from([.5, 1., -.25]), min_size=1, max_size=3))
     def compose(self, pick, weights):
-        if self.digests: compose(self.residents, {self.versions()[(pick + i) % len(self.versions())]: w for i,w in enumerate(weights)})
+        versions = self.versions()
+        if not self.digests: return
+        compose(self.residents, {versions[(pick + i) % len(versions)]: w for i,w in enumerate(weights)})
 
     @rule(pick=st.integers(0, 1000))
     def use(self, pick):
@@ -64,7 +71,8 @@ class Machine(RuleBasedStateMachine):
         try:
             if self.residents.use(version): self.used.append(version)
         except (NoRoom, Refused):
-            if version not in self.residents.recipes: assert self.residents.tables == before, 'a refused use must change nothing'
+            unchanged = version in self.residents.recipes or self.residents.tables == before
+            assert unchanged, 'a refused use must change nothing'
 
     @rule(pick=st.integers(0, 1000))
     def done(self, pick):
@@ -72,7 +80,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 1000))
     def drop(self, pick):
-        if versions := [v for v in self.versions() if v in self.residents.pages]: self.residents.drop(versions[pick % len(versions)])
+        versions = [v for v in self.versions() if v in self.residents.pages]
+        if versions: self.residents.drop(versions[pick % len(versions)])
 
     @invariant()
     def books_balance(self):
@@ -84,7 +93,8 @@ class Machine(RuleBasedStateMachine):
     def no_byte_of_a_live_version_changes(self):
         if not self.residents.tables: return
         words = np.asarray(ARENA.words)
-        for version, ids in self.residents.tables.items(): assert digest(words[list(ids)]) == self.digests[version], version
+        for version, ids in self.residents.tables.items():
+            assert digest(words[list(ids)]) == self.digests[version], version
 
 ARENA = Arena(LAYOUT, 40)
 
@@ -138,7 +148,7 @@ def test_write_works_in_place():
         assert memory.alias_size_in_bytes == arena.nbytes and memory.temp_size_in_bytes < arena.nbytes / 20, n
 
 def test_B59_a_step_in_flight_keeps_what_it_reads():
-    "The step that was started before a swap sees the old pages, the one after it the new; the donated handle is gone at once."
+    "The step started before a swap sees the old pages, the one after it the new; the donated handle is gone at once."
     residents_words = Arena(LAYOUT, 8)
     image = lambda value: pinned(np.full((1, LAYOUT.words), value, np.uint16))
     step = jax.jit(lambda words: words[3].astype(jnp.uint32).sum())
@@ -170,7 +180,8 @@ def test_every_bit_pattern_survives():
 def test_views_are_the_same_words():
     words = np.random.default_rng(0).integers(0, 0x3f80, (4, LAYOUT.words), np.uint16)
     numbers = words.view('bfloat16') if hasattr(np, 'bfloat16') else words.view(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(kv_view(jnp.array(words), LAYOUT))[2, 1, 1, 5], numbers.reshape(4, 2, 2, 16, 32)[2, 1, 1, 5])
+    found = np.asarray(kv_view(jnp.array(words), LAYOUT))
+    np.testing.assert_array_equal(found[2, 1, 1, 5], numbers.reshape(4, 2, 2, 16, 32)[2, 1, 1, 5])
     np.testing.assert_array_equal(np.asarray(tile_view(jnp.array(words), LAYOUT))[7], numbers.reshape(-1, 8, 64)[7])
 
 def test_B50_parallel_loads_of_one_version_are_one(tmp_path):
@@ -207,7 +218,8 @@ def test_B55_capacity_is_no_lifetime_limit(tmp_path):
         for v,a in adapters.items():
             store.fetch(v)
             assert residents.use(v) and list(residents.tables) == [v]
-            np.testing.assert_array_equal(np.asarray(residents.arena.words)[list(residents.tables[v])], image_of(a, LAYOUT).pages)
+            on_device = np.asarray(residents.arena.words)[list(residents.tables[v])]
+            np.testing.assert_array_equal(on_device, image_of(a, LAYOUT).pages)
             residents.done(v)
     assert len(store.chunks) == 4
 
@@ -262,12 +274,14 @@ def test_images_hold_the_rank_rows(rank):
 
 def test_mixed_ranks_fill_the_arena():
     "Half rank 8, half rank 64, on SmolLM2's shapes: at least 95 % of what the bytes allow is resident."
-    c = ModelConfig(vocab_size=49152, width=576, mlp_width=1536, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, max_len=8192, tied=True)
+    c = ModelConfig(vocab_size=49152, width=576, mlp_width=1536, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64,
+                    max_len=8192, tied=True)
     layout, pool = PageLayout(c, 16), 2 << 30
     from lorajax.core import module_shapes
     from lorajax.images import pieces_of
-    per_rank = 2 * sum(i + o for p,(i,o) in module_shapes(c).items() if p.split('.')[-1] in SEVEN)
-    pages = lambda r: -(-pieces_of({p: r for p in module_shapes(c) if p.split('.')[-1] in SEVEN}, c).tiles // layout.tiles)
+    shapes = {p: widths for p,widths in module_shapes(c).items() if p.split('.')[-1] in SEVEN}
+    per_rank = 2 * sum(i + o for i,o in shapes.values())
+    pages = lambda r: -(-pieces_of(dict.fromkeys(shapes, r), c).tiles // layout.tiles)
     pairs = (pool // layout.nbytes - 1) // (pages(8) + pages(64))
     assert 2 * pairs >= .95 * 2 * pool / ((8 + 64) * per_rank)
     slots = pool // (64 * per_rank)
@@ -285,3 +299,46 @@ def test_default_budget(): assert default_budget() == min(16 << 30, psutil.virtu
 def test_chunks_sum_to_the_pages(n):
     sizes = chunk_sizes(n)
     assert sum(sizes) == n and sizes == sorted(sizes, reverse=True) and all(s & (s - 1) == 0 and s <= 64 for s in sizes)
+
+def test_B61_steps_between_swaps_compile_nothing_and_say_the_same(tmp_path):
+    "Decoding over rows from pages, a new mix each time: no compilation, and the logits of the adapters just loaded."
+    layout, rng = PageLayout(TINY, 16, 'float32'), random.Random(1)
+    draw = lambda i: random_adapter(TINY, f'a{i}', rng.choice([1, 4, 8, 13, 16]), rng.sample(SEVEN, rng.randint(1, 7)),
+                                    seed=i, std=.3)
+    adapters = {f'v{i}': draw(i) for i in range(12)}
+    residents = Residents(Store(ImageFolder(tmp_path, layout)), Arena(layout, 48))
+    for v,a in adapters.items(): residents.store.add(v, a)
+    versions = [*adapters, compose(residents, {'v0': .5, 'v1': 1.5})]
+    base = random_base(TINY)
+    graph, weights = nnx.split(base.decoder)
+    tokens, positions = jnp.array([[3, 9, 4], [7, 7, 1], [5, 0, 2]]), jnp.broadcast_to(jnp.arange(3)[None], (3, 3))
+    last, kv = jnp.full(3, 2), KV.zeros(TINY, 3, 8, jnp.float32)
+    logits = jax.jit(lambda groups, slots: nnx.merge(graph, weights)(tokens, positions, last, kv, slots, groups)[0])
+    def run(chosen):
+        for v in chosen:
+            for part,_ in residents.recipe(v): residents.store.fetch(part)
+            assert residents.use(v)
+        groups = fetch_rows(residents.arena.words, plan_rows(residents, chosen, capacity=8, n_slots=3), layout)
+        out = np.asarray(logits(groups, np.arange(3, dtype=np.int32)))
+        for v in chosen: residents.done(v)
+        residents.pages.check()
+        return out
+    run(versions[:2])
+    count, seen = compilations(), []
+    for _ in range(40):
+        chosen = rng.sample(versions, 2)
+        seen.append((chosen, run(chosen)))
+    assert count.n == 0
+    w, ids = random_tensors(TINY), np.asarray(tokens)
+    for chosen, out in seen[::4]:
+        for row, version in enumerate([None, *chosen]):
+            merged = w
+            for part, weight in residents.recipe(version) if version else ():
+                pairs = {p: LoraPair(m.a, m.b, weight * m.scale) for p,m in adapters[part].modules.items()}
+                merged = dense.merged(merged, pairs)
+            np.testing.assert_allclose(out[row], dense.logits(TINY, merged, ids[row])[-1], atol=1e-3)
+
+def test_a_batch_that_needs_too_many_rank_blocks_is_refused(many):
+    residents = Residents(many, Arena(LAYOUT, 1 + 3 * many.folder.known['v4'].n_pages))
+    residents.use('v4')
+    with pytest.raises(Refused, match='more than 4 rank blocks'): plan_rows(residents, ['v4'], capacity=4, n_slots=2)

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def lorajax(*args, stdin=''):
     env = os.environ | {'COLUMNS': '100', 'TERM': 'dumb', 'JAX_PLATFORMS': 'cpu'}
-    return subprocess.run([str(Path(sys.executable).parent / 'lorajax'), *map(str, args)], capture_output=True, text=True, input=stdin, env=env)
+    command = [str(Path(sys.executable).parent / 'lorajax'), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, env=env)
 
 @pytest.fixture
 def here(capsys, monkeypatch):
@@ -32,17 +33,20 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp('cli')
     base = random_base(dtype='bfloat16')
     save_base(base, folder / 'base')
-    for i,name in enumerate(('red', 'blue')): save_adapter(random_adapter(base.config, name, 4 + i, seed=i), folder / name)
+    for i,name in enumerate(('red', 'blue')):
+        save_adapter(random_adapter(base.config, name, 4 + i, seed=i), folder / name)
     return folder
 
 def generate(files, *args, run=lorajax, **kw):
-    return run('generate', '--model', files / 'base', '--adapter', f'red={files}/red', '--adapter', f'blue={files}/blue', '-n', 6, *args, **kw)
+    adapters = ('--adapter', f'red={files}/red', '--adapter', f'blue={files}/blue')
+    return run('generate', '--model', files / 'base', *adapters, '-n', 6, *args, **kw)
 
 def test_help_reads_well():
     out = lorajax('--help').stdout
     for command in ('generate', 'inspect', 'convert', 'demo'): assert command in out
     out = lorajax('generate', '--help').stdout
-    for option in ('--model', '--adapter', '--use', '--prompt', '--temperature', '--seed', '--json'): assert option in out
+    options = ('--model', '--adapter', '--use', '--prompt', '--temperature', '--seed', '--json')
+    for option in options: assert option in out
     assert __version__ in lorajax('--version').stdout
 
 def test_generate_answers_each_prompt_with_its_adapter(files):
@@ -60,7 +64,9 @@ def test_prompt_from_standard_input(files):
     assert read.stdout == generate(files, '-p', 'same', '-u', 'red', '--json').stdout
 
 def test_a_seed_repeats_a_run_and_equal_prompts_differ(files, here):
-    def warm(*seed): return generate(files, '-p', 'x', '-p', 'x', '-u', 'red', '-t', '1', '-n', '12', '--json', *seed, run=here).stdout.splitlines()
+    def warm(*seed):
+        twice = ('-p', 'x', '-p', 'x', '-u', 'red', '-t', '1', '-n', '12', '--json')
+        return generate(files, *twice, *seed, run=here).stdout.splitlines()
     one, two = warm('--seed', '3')
     assert warm('--seed', '3') == [one, two] and one != two
     assert warm('--seed', '4')[0] == two and warm() != warm()
@@ -71,7 +77,8 @@ def test_markup_in_prompts_is_text(files, here):
 
 def test_answers_are_plain_and_in_order_in_a_pipe(files, here):
     done = generate(files, '-p', 'one', '-p', 'two', '-p', 'three', '-u', 'red', '-u', 'base', '-u', 'blue', run=here)
-    assert [line for line in done.stdout.splitlines() if line.startswith('== ')] == [f'== {t} (cut at the limit)' for t in ('red · one', 'base · two', 'blue · three')]
+    titles = [line for line in done.stdout.splitlines() if line.startswith('== ')]
+    assert titles == [f'== {t} (cut at the limit)' for t in ('red · one', 'base · two', 'blue · three')]
 
 def test_the_only_adapter_answers_and_an_idle_one_is_named(files, here):
     one = lambda *more: here('generate', '--model', files / 'base', '-a', files / 'red', '-p', 'same', '-n', 6, *more)
@@ -105,8 +112,10 @@ def test_inspect(files, here):
     assert f'holds adapters in blue, red' in here('inspect', files).stderr
 
 def test_a_bad_adapter_in_a_real_process(files, tmp_path):
-    done = lorajax('generate', '--model', files / 'base', '--adapter', f'x={broken(files, tmp_path / "x", cut)}', '-p', 'hi')
-    assert done.returncode == 1 and done.stdout == '' and done.stderr.startswith("lorajax: adapter 'x': ") and done.stderr.count('\n') == 1
+    folder = broken(files, tmp_path / 'x', cut)
+    done = lorajax('generate', '--model', files / 'base', '--adapter', f'x={folder}', '-p', 'hi')
+    assert done.returncode == 1 and done.stdout == ''
+    assert done.stderr.startswith("lorajax: adapter 'x': ") and done.stderr.count('\n') == 1
 
 def broken(files, folder, change):
     "A copy of the adapter `red` with one thing wrong."
@@ -142,13 +151,16 @@ BAD_ADAPTERS = dict(
     rank_zero=(edit_config(r=0), 'r=0; the rank must be from 1 to 512'),
     dora=(edit_config(use_dora=True), 'use_dora'),
     nan=(edit_tensors(with_nan), 'not finite'),
-    unknown_module=(edit_tensors(lambda t: {k.replace('q_proj', 'query'): v for k,v in t.items()}), "query.lora_A.weight' fits no module"),
-    wrong_base=(edit_tensors(lambda t: {k: np.ascontiguousarray(v[:, :-1]) if 'lora_A' in k else v for k,v in t.items()}), 'has shape'))
+    unknown_module=(edit_tensors(lambda t: {k.replace('q_proj', 'query'): v for k,v in t.items()}),
+                    "query.lora_A.weight' fits no module"),
+    wrong_base=(edit_tensors(lambda t: {k: v[:, :-1].copy() if 'lora_A' in k else v for k,v in t.items()}),
+                'has shape'))
 
 @pytest.mark.parametrize('case', BAD_ADAPTERS)
 def test_bad_adapter_ends_in_one_sentence(files, tmp_path, here, case):
     change, sentence = BAD_ADAPTERS[case]
-    done = here('generate', '--model', files / 'base', '--adapter', f'x={broken(files, tmp_path / "x", change)}', '-p', 'hi', '-u', 'x')
+    folder = broken(files, tmp_path / 'x', change)
+    done = here('generate', '--model', files / 'base', '--adapter', f'x={folder}', '-p', 'hi', '-u', 'x')
     assert done.returncode == 1 and done.stdout == ''
     assert done.stderr.count('\n') == 1 and done.stderr.startswith("lorajax: adapter 'x': ") and sentence in done.stderr
 
@@ -186,7 +198,8 @@ def test_empty_prompt_is_refused(files, here):
 def test_convert_keeps_a_base_and_never_overwrites(files, tmp_path):
     done = lorajax('convert', '--model', files / 'base', '--out', tmp_path / 'kept')
     assert done.returncode == 0 and 'holds' in done.stdout
-    assert lorajax('generate', '--model', tmp_path / 'kept', '-p', 'hi', '-n', 4).stdout == lorajax('generate', '--model', files / 'base', '-p', 'hi', '-n', 4).stdout
+    answer = lambda model: lorajax('generate', '--model', model, '-p', 'hi', '-n', 4).stdout
+    assert answer(tmp_path / 'kept') == answer(files / 'base')
     again = lorajax('convert', '--model', files / 'base', '--out', tmp_path / 'kept')
     assert again.returncode == 1 and 'is there already' in again.stderr
 

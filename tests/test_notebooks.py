@@ -7,17 +7,21 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(p.name for p in (ROOT / 'nbs').glob('[!_]*.ipynb'))
 
 def run(*command, cwd=ROOT):
-    return subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'cpu'})
+    env = os.environ | {'JAX_PLATFORMS': 'cpu'}
+    return subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, env=env)
 
 @pytest.mark.parametrize('name', NOTEBOOKS)
 def test_notebook_runs(name):
     done = run(sys.executable, ROOT / '.ci/run_nbs.py', '--check', ROOT / 'nbs' / name)
     assert done.returncode == 0, done.stdout + done.stderr
 
-def tree(folder): return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob('*') if p.is_file() and '__pycache__' not in p.parts}
+def tree(folder):
+    files = (p for p in folder.rglob('*') if p.is_file() and '__pycache__' not in p.parts)
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in files}
 
 def test_package_and_clean_notebooks_are_in_sync(tmp_path):
-    for part in ('nbs', 'lorajax'): shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints', '_*.ipynb'))
+    ignore = shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints', '_*.ipynb')
+    for part in ('nbs', 'lorajax'): shutil.copytree(ROOT / part, tmp_path / part, ignore=ignore)
     shutil.copy(ROOT / 'settings.ini', tmp_path)
     before = tree(tmp_path)
     for p in (tmp_path / 'lorajax').glob('[!_]*.py'): p.unlink() # what no notebook makes any more must not survive
@@ -29,7 +33,8 @@ def test_package_and_clean_notebooks_are_in_sync(tmp_path):
     assert not changed, f'run nbdev_export and nbdev_clean: {changed}'
 
 def test_readme_is_made_from_the_index():
-    assert run(sys.executable, ROOT / '.ci/readme.py', '--print').stdout == (ROOT / 'README.md').read_text(), 'run .ci/readme.py'
+    made = run(sys.executable, ROOT / '.ci/readme.py', '--print').stdout
+    assert made == (ROOT / 'README.md').read_text(), 'run .ci/readme.py'
 
 def test_notebooks_keep_outputs_and_stay_small():
     for name in NOTEBOOKS:
@@ -49,20 +54,24 @@ def modules():
 
 def test_modules_import_only_from_lower_numbers():
     order = modules()
-    assert {p.stem for p in (ROOT / 'lorajax').glob('[!_]*.py')} == order.keys(), 'every module has a notebook and every notebook its module'
+    files = {p.stem for p in (ROOT / 'lorajax').glob('[!_]*.py')}
+    assert files == order.keys(), 'every module has a notebook and every notebook its module'
     for module,place in order.items():
         for node in ast.walk(ast.parse((ROOT / f'lorajax/{module}.py').read_text())):
             if isinstance(node, ast.ImportFrom) and node.level:
                 for name in [node.module] if node.module else [a.name for a in node.names if a.name != '__version__']:
                     assert order[name] < place, f'{module} imports {name}, which comes later'
 
-@pytest.mark.parametrize('module', ['core', 'adapters', 'lora_config', 'peft', 'pages', 'images', 'weights', 'hf', 'gguf_files', 'text', 'tokenizer_files'])
-def test_host_modules_never_import_jax_or_torch(module):
-    code = f"import sys, lorajax.{module}; bad = {{'jax', 'torch', 'transformers', 'peft'}} & sys.modules.keys(); assert not bad, bad"
+def check_imports(names, banned):
+    "A fresh process that imports `names` has imported none of `banned`."
+    code = f'import sys, {", ".join(names)}; bad = {banned} & sys.modules.keys(); assert not bad, bad'
     done = run(sys.executable, '-c', code)
     assert done.returncode == 0, done.stderr
 
+@pytest.mark.parametrize('module', ['core', 'adapters', 'lora_config', 'peft', 'pages', 'images', 'weights', 'hf',
+                                    'gguf_files', 'text', 'tokenizer_files'])
+def test_host_modules_never_import_jax_or_torch(module):
+    check_imports([f'lorajax.{module}'], {'jax', 'torch', 'transformers', 'peft'})
+
 def test_no_module_imports_torch():
-    names = ', '.join(f'lorajax.{m}' for m in modules())
-    done = run(sys.executable, '-c', f"import sys, {names}; bad = {{'torch', 'transformers', 'peft', 'sklearn'}} & sys.modules.keys(); assert not bad, bad")
-    assert done.returncode == 0, done.stderr
+    check_imports([f'lorajax.{m}' for m in modules()], {'torch', 'transformers', 'peft', 'sklearn'})

@@ -9,7 +9,7 @@ from lorajax.core import ModelConfig, Refused, Sampling
 from lorajax.generate import generate, stream
 from lorajax.model import KV, Linear, random_tensors
 from lorajax.peft import load_adapter, save_adapter
-from lorajax.working_set import working_set
+from lorajax.working_set import layer_of, working_set
 
 M0 = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=512)
 LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
@@ -18,21 +18,23 @@ GREEDY = Sampling(max_new_tokens=12, ignore_eos=True)
 def last_logits(base, ids, adapter=None):
     "One prompt's logits at its last position, through the decoder itself."
     n = len(ids)
-    out, _ = base.decoder(jnp.array([ids]), jnp.arange(n)[None], jnp.array([n - 1]), KV.zeros(base.config, 1, n, base.dtype),
-                          jnp.array([1 if adapter else 0]), working_set([adapter] if adapter else [], base.config, base.dtype))
+    used = [adapter] if adapter else []
+    kv, groups = KV.zeros(base.config, 1, n, base.dtype), working_set(used, base.config, base.dtype)
+    out, _ = base.decoder(jnp.array([ids]), jnp.arange(n)[None], jnp.array([n - 1]), kv, jnp.array([len(used)]), groups)
     return np.asarray(out[0])
 
 def one_group(adapters, config, name, dtype=jnp.float32):
     "A group of the first layer."
     g = working_set(adapters, config, dtype)[name]
-    return replace(g, a=g.a[0], bs=tuple(b[0] for b in g.bs))
+    return layer_of(g, 0)
 
 @pytest.mark.parametrize('backend', ['xla-decode', 'xla', 'ref'])
 @pytest.mark.parametrize('width', [32, 48])
 @pytest.mark.parametrize('tokens', [1, 7])
 def test_B26_any_rank_alone_and_mixed(backend, width, tokens):
     rng, ranks = np.random.default_rng(0), [1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 512]
-    pairs = [LoraPair(rng.normal(size=(r, width)).astype('f4'), rng.normal(size=(40, r)).astype('f4'), 16 / r) for r in ranks]
+    normal = lambda *shape: rng.normal(size=shape).astype('f4')
+    pairs = [LoraPair(normal(r, width), normal(40, r), 16 / r) for r in ranks]
     x = rng.normal(size=(tokens, width)).astype('f4')
     config, path = replace(M0, width=width, n_layers=1, head_dim=10), 'model.layers.0.self_attn.q_proj'
     def product(chosen, slots):
@@ -45,9 +47,11 @@ def test_B26_any_rank_alone_and_mixed(backend, width, tokens):
     for first in range(len(ranks)):
         slots = [(first + t) % (len(ranks) + 1) for t in range(tokens)]
         expected = np.stack([want(pairs[s-1], t) if s else np.zeros(40) for s,t in zip(slots, x)])
-        np.testing.assert_allclose(product(pairs, slots), expected, rtol=1e-5, atol=1e-5 * max(np.abs(expected).max(), 1))
+        atol = 1e-5 * max(np.abs(expected).max(), 1)
+        np.testing.assert_allclose(product(pairs, slots), expected, rtol=1e-5, atol=atol)
 
-@pytest.mark.parametrize('targets', [LINEARS, ('q_proj',), ('v_proj', 'down_proj'), ('embed_tokens',), ('lm_head',), LINEARS + ('embed_tokens', 'lm_head')])
+@pytest.mark.parametrize('targets', [LINEARS, ('q_proj',), ('v_proj', 'down_proj'), ('embed_tokens',), ('lm_head',),
+                                     LINEARS + ('embed_tokens', 'lm_head')])
 @pytest.mark.parametrize('tied', [False, True])
 def test_logits_equal_the_dense_reference(targets, tied):
     base = random_base(replace(M0, tied=tied))
@@ -74,9 +78,11 @@ def test_B23_nan_next_to_live_rows_is_never_seen():
     assert all((np.asarray(g.owner) == -1).sum() for g in groups.values()), 'a rank of 4 leaves padding rows'
     for g in groups.values():
         unused = np.asarray(g.owner) == -1
-        b = np.concatenate([np.asarray(b) for b in g.bs], axis=1) if len({b.shape[2] for b in g.bs}) == 1 else np.asarray(g.bs[0])
+        alike = len({b.shape[2] for b in g.bs}) == 1
+        b = np.concatenate([np.asarray(b) for b in g.bs], axis=1) if alike else np.asarray(g.bs[0])
         assert not np.asarray(g.a)[:, unused].any() and not b[:, unused[:b.shape[1]]].any()
-    unused = ops.LoraGroup(jnp.array([[1.] * 4, [jnp.nan] * 4]), (jnp.ones((2, 3)),), jnp.array([1, -1]), (jnp.array([[2], [0]]),))
+    unused = ops.LoraGroup(jnp.array([[1.] * 4, [jnp.nan] * 4]), (jnp.ones((2, 3)),), jnp.ones(2), jnp.array([1, -1]),
+                           (jnp.array([[2], [0]]),))
     for backend in ('xla-decode', 'xla', 'ref'):
         y = ops.lora(jnp.ones((2, 1, 4)), unused, jnp.array([1, 0]), backend=backend)[0]
         assert y[:, 0].tolist() == [[4.] * 3, [0.] * 3]
@@ -103,10 +109,12 @@ def test_B28_adapter_on_a_tied_head_leaves_the_embedding_alone():
     base = random_base(replace(M0, tied=True))
     before = base.tensor('model.embed_tokens.weight').copy()
     head, w, ids = random_adapter(base.config, 'head', 4, ('lm_head',)), random_tensors(base.config), list(b'tied')
-    expected = dense.logits(base.config, w | {'lm_head.weight': w['model.embed_tokens.weight'] + head.modules['lm_head'].delta}, ids)[-1]
+    embed = 'model.embed_tokens.weight'
+    adapted = w[embed] + head.modules['lm_head'].delta
+    expected = dense.logits(base.config, w | {'lm_head.weight': adapted}, ids)[-1]
     np.testing.assert_allclose(last_logits(base, ids, head), expected, atol=2e-4)
     np.testing.assert_array_equal(base.tensor('model.embed_tokens.weight'), before)
-    both = dense.logits(base.config, {**w, 'model.embed_tokens.weight': w['model.embed_tokens.weight'] + head.modules['lm_head'].delta}, ids)[-1]
+    both = dense.logits(base.config, w | {embed: adapted}, ids)[-1]
     assert np.abs(both - expected).max() > .1, 'adapting the embedding too must show'
 
 def bf16_ulp(x): return np.ldexp(1., np.frexp(np.maximum(np.abs(x), 1e-30))[1] - 8)
@@ -130,8 +138,10 @@ def test_terms_as_large_as_the_base_stay_within_the_sum_of_magnitudes():
     "Where base and term cancel, an ulp of their sum means nothing; the bound is one of all that was added."
     c, rng, path = replace(M0, n_layers=1), np.random.default_rng(1), 'model.layers.0.self_attn.o_proj'
     for std in (.02, .1, .5):
-        x, w, a, b = (rng.normal(scale=s, size=z).astype(ml_dtypes.bfloat16) for s,z in ((1, (64, 32)), (1, (32, 32)), (1, (6, 32)), (std, (32, 6))))
-        term, = ops.lora(jnp.array(x)[:, None], one_group([Adapter('large', {path: LoraPair(a, b, 3.)})], c, 'o', jnp.bfloat16), jnp.ones(64, jnp.int32))
+        sizes = (1, (64, 32)), (1, (32, 32)), (1, (6, 32)), (std, (32, 6))
+        x, w, a, b = (rng.normal(scale=s, size=z).astype(ml_dtypes.bfloat16) for s,z in sizes)
+        group = one_group([Adapter('large', {path: LoraPair(a, b, 3.)})], c, 'o', jnp.bfloat16)
+        term, = ops.lora(jnp.array(x)[:, None], group, jnp.ones(64, jnp.int32))
         got = np.asarray(Linear(jnp.array(w))(jnp.array(x)[:, None], term))[:, 0].astype('f8')
         x, w, a, b = (m.astype('f8') for m in (x, w, a, b))
         magnitude = np.abs(x) @ np.abs(w).T + 3 * np.abs(x @ a.T) @ np.abs(b).T
@@ -145,15 +155,16 @@ def test_bfloat16_rows_in_a_batch_stay_within_rounding_of_their_solo_run():
     n = max(map(len, prompts))
     ids = np.array([p + [0] * (n - len(p)) for p in prompts])
     groups, slots = working_set([red], M0, jnp.bfloat16), [0, 1, 1]
-    together, _ = base.decoder(jnp.array(ids), jnp.broadcast_to(jnp.arange(n)[None], ids.shape), jnp.array([len(p) - 1 for p in prompts]),
-                               KV.zeros(M0, 3, n, jnp.bfloat16), jnp.array(slots), groups)
+    positions, last = jnp.broadcast_to(jnp.arange(n)[None], ids.shape), jnp.array([len(p) - 1 for p in prompts])
+    kv = KV.zeros(M0, 3, n, jnp.bfloat16)
+    together, _ = base.decoder(jnp.array(ids), positions, last, kv, jnp.array(slots), groups)
     for row,(p,s) in enumerate(zip(prompts, slots)):
         alone = last_logits(base, p, red if s else None)
         assert np.abs(np.asarray(together[row]) - alone).max() <= .05 * alone.std()
 
 @pytest.mark.parametrize('length', [3, 9, 300, 500])
 def test_windows_chunks_and_an_adapted_embedding_together(length):
-    "Layers with different windows, prompts of one and two chunks, an adapter on embedding and linears: against one call on the whole prompt."
+    "Layers of different windows, prompts of one and two chunks, an adapter on embedding too: against one call."
     c = replace(M0, n_layers=3, windows=(7, 0, 300))
     base, red = random_base(c), random_adapter(c, 'red', 3, ('embed_tokens', 'q_proj', 'up_proj'), std=.3)
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
@@ -181,7 +192,8 @@ def test_prompt_lengths_around_the_chunk(length):
 
 def test_seeds_decide_and_are_fresh_by_default():
     base = random_base(M0)
-    warm = lambda **kw: generate(base, ['abc'], sampling=Sampling(max_new_tokens=16, temperature=1., ignore_eos=True, **kw))[0].tokens
+    rules = lambda **kw: Sampling(max_new_tokens=16, temperature=1., ignore_eos=True, **kw)
+    warm = lambda **kw: generate(base, ['abc'], sampling=rules(**kw))[0].tokens
     assert warm(seed=0) == warm(seed=0) != warm(seed=1)
     assert len({warm() for _ in range(4)}) == 4
 
@@ -197,12 +209,16 @@ def test_end_token_stops_its_row_only():
     assert other.tokens == solo['zz'] and other.finish == 'length'
 
 @pytest.mark.parametrize('prompts, kw, sentence', [
-    ('hello', {}, 'put a single prompt into a list'), ([dict(role='user', content='hi')], {}, 'put a single prompt into a list'),
-    ([1, 2], {}, 'put a single prompt into a list'), ([], {}, 'there are no prompts'), ([''], {}, 'prompt 0 has no tokens'),
-    ([[]], {}, 'prompt 0 has no tokens'), ([[1.5, 2]], {}, 'prompt 0 holds 1.5'), ([[True]], {}, 'prompt 0 holds True'),
-    (['a', [257]], {}, 'token id 257 is outside the vocabulary of 257'), (['a', [-1]], {}, 'token id -1'), ([None], {}, 'prompt 0 is of type NoneType'),
-    ([[1, 'x']], {}, "prompt 0 holds 'x'"), (['a'], dict(use=['red']), "use holds 'red'"), (['a'], dict(use='red'), 'use is of type str'),
-    (['a'], dict(use=[None, None]), 'use has 2 entries for 1 prompts'), (['a'], dict(sampling=dict(max_new_tokens=2)), 'sampling is of type dict'),
+    ('hello', {}, 'put a single prompt into a list'), ([1, 2], {}, 'put a single prompt into a list'),
+    ([dict(role='user', content='hi')], {}, 'put a single prompt into a list'),
+    ([], {}, 'there are no prompts'), ([''], {}, 'prompt 0 has no tokens'), ([[]], {}, 'prompt 0 has no tokens'),
+    ([[1.5, 2]], {}, 'prompt 0 holds 1.5'), ([[True]], {}, 'prompt 0 holds True'),
+    ([[1, 'x']], {}, "prompt 0 holds 'x'"),
+    (['a', [257]], {}, 'token id 257 is outside the vocabulary of 257'), (['a', [-1]], {}, 'token id -1'),
+    ([None], {}, 'prompt 0 is of type NoneType'),
+    (['a'], dict(use=['red']), "use holds 'red'"), (['a'], dict(use='red'), 'use is of type str'),
+    (['a'], dict(use=[None, None]), 'use has 2 entries for 1 prompts'),
+    (['a'], dict(sampling=dict(max_new_tokens=2)), 'sampling is of type dict'),
     (['a'], dict(backend='cuda'), "no backend 'cuda'")])
 def test_prompts_of_the_wrong_form_are_refused_at_once(prompts, kw, sentence):
     base = random_base(M0)
@@ -225,5 +241,28 @@ def test_events_join_to_the_completion():
     events = list(stream(base, ['ab', 'cd'], sampling=GREEDY))
     whole = generate(base, ['ab', 'cd'], sampling=GREEDY)
     for row in (0, 1):
-        assert ''.join(e.text for e in events if e.row == row) == whole[row].text == base.tokenizer.decode(whole[row].tokens, start=False)
+        text = base.tokenizer.decode(whole[row].tokens, start=False)
+        assert ''.join(e.text for e in events if e.row == row) == whole[row].text == text
         assert [e.finish for e in events if e.row == row] == [None] * 11 + ['length']
+
+def test_B24_a_prompt_that_arrives_while_another_row_decodes():
+    "One call prefills a row while the other decodes its single token; both go on as they would alone."
+    base, red, blue = random_base(M0), random_adapter(M0, 'red', 4, LINEARS, seed=1), random_adapter(M0, 'blue', 7, seed=2)
+    first, late = list(b'early'), list(b'latecomer')
+    alone = [generate(base, [p], [a], GREEDY)[0].tokens for p,a in ((first, red), (late, blue))]
+    groups, slots, kv = working_set([red, blue], M0, jnp.float32), jnp.array([1, 2]), KV.zeros(M0, 2, 64, jnp.float32)
+    def call(rows, starts, kv):
+        n = max(map(len, rows))
+        tokens = jnp.array([row + [0] * (n - len(row)) for row in rows])
+        positions = jnp.array(starts)[:, None] + jnp.arange(n)[None]
+        logits, kv = base.decoder(tokens, positions, jnp.array([len(row) - 1 for row in rows]), kv, slots, groups)
+        return [int(t) for t in logits.argmax(-1)], kv
+    (a, _), kv = call([first, [0]], [0, 40], kv)
+    seen, at = ([a], []), [len(first), 0]
+    for step in range(8):
+        rows = [[seen[0][-1]], late if step == 3 else [seen[1][-1]] if step > 3 else [0]]
+        (a, b), kv = call(rows, at, kv)
+        seen[0].append(a)
+        if step >= 3: seen[1].append(b)
+        at = [at[0] + 1, at[1] + len(rows[1]) if step >= 3 else 0]
+    assert tuple(seen[0]) == alone[0][:9] and tuple(seen[1]) == alone[1][:5]

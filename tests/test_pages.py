@@ -5,7 +5,8 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (RuleBasedStateMachine, initialize, invariant, precondition, rule,
+                                 run_state_machine_as_test)
 from lorajax.core import Refused
 from lorajax.pages import Holding, NoRoom, Pages, page_map
 
@@ -61,12 +62,13 @@ class Model:
         return left
 
     def follow_evictions(self, evicted, n, spared):
-        "Replays the pool's choice, each time among the holdings of lowest rank; equal time means that they fell idle together."
+        "Replays the pool's choice, each time among the holdings of lowest rank; equal time: they fell idle together."
         evicted = list(evicted)
         while self.free < n:
             lowest = min(self.held[k].rank for k in self.can_go(spared))
             first = evicted[0]
-            assert first in self.can_go(spared) and self.held[first].rank == lowest, f'{first!r} was not the first to go'
+            may_go = first in self.can_go(spared) and self.held[first].rank == lowest
+            assert may_go, f'{first!r} was not the first to go'
             self.age = max(self.age, lowest[0])
             del self.held[evicted.pop(0)]
             left = self.sweep(spared)
@@ -115,8 +117,10 @@ class PoolAgainstModel(RuleBasedStateMachine):
         m, key = self.model, self.pick(self.names(), i)
         least = n + m.size(m.behind(parts))
         if m.room(parts) < n:
-            message = self.unchanged(Refused if least > m.capacity else NoRoom, self.pages.take, key, n, tenant, cost, parts)
-            wanted, limit = (least, f'the pool has {m.capacity};') if least > m.capacity else (n, f'{m.room(parts)} can be had;')
+            never = least > m.capacity
+            message = self.unchanged(Refused if never else NoRoom, self.pages.take, key, n, tenant, cost, parts)
+            wanted = least if never else n
+            limit = f'the pool has {m.capacity};' if never else f'{m.room(parts)} can be had;'
             assert f' {wanted} page' in message and limit in message
             return self.counted('refused' if least > m.capacity else 'no room')
         given, evicted = self.pages.take(key, n, tenant, cost, parts)
@@ -209,7 +213,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert p.holdings.keys() == m.held.keys() and (p.free, p._idle.age) == (m.free, m.age)
         assert p.idle == m.size(set(m.held) - m.needed()) and p.available == m.room([])
         assert sorted(h.key for h in p._idle.order) == sorted(m.can_go())
-        for tenant in ('adapter', 'kv'): assert p.held[tenant] == m.size([k for k,e in m.held.items() if e.tenant == tenant])
+        for tenant in ('adapter', 'kv'):
+            assert p.held[tenant] == m.size([k for k,e in m.held.items() if e.tenant == tenant])
         for k,e in m.held.items():
             h = p.holdings[k]
             assert len(h.pages) == e.n and all(self.content[page] == k for page in h.pages)
@@ -273,8 +278,9 @@ def test_recent_means_the_end_of_a_use():
     assert put(pages, 'c', 'd', 'e') == ['a', 'b', 'long']
 
 def test_cost_matters():
-    """By hand. The ranks are a 5, b 1, c 1. Then each newcomer evicts one, the age rises to its rank, and it gets one more:
-    d evicts b (d 2), e c (2), f d (3), g e (3), h f (4), i g (4), j h (5), k i (5), and l evicts a, older than j and k."""
+    """By hand. The ranks are a 5, b 1, c 1. Then each newcomer evicts one, the age rises to its rank, and it gets one
+    more: d evicts b (d 2), e c (2), f d (3), g e (3), h f (4), i g (4), j h (5), k i (5), and l evicts a, older than j
+    and k."""
     pages = Pages(4)
     put(pages, 'a', cost=5.)
     put(pages, 'b', 'c')
@@ -344,7 +350,8 @@ def test_a_part_is_not_evicted_for_its_own_dependent():
     put(pages, 'part', n=2)
     pages.take('running', 1, 'kv', 1.)
     before = state(pages)
-    with pytest.raises(NoRoom, match="'whole' needs 2 pages, and 1 can be had"): pages.take('whole', 2, 'kv', 9., ['part'])
+    with pytest.raises(NoRoom, match="'whole' needs 2 pages, and 1 can be had"):
+        pages.take('whole', 2, 'kv', 9., ['part'])
     assert state(pages) == before
     assert pages.take('whole', 1, 'kv', 9., ['part']) == ((4,), [])
     with pytest.raises(NoRoom, match="'x' needs 1 page, and 0 can be had"): pages.take('x', 1, 'kv', 1.)
@@ -403,7 +410,8 @@ def test_no_room_changes_nothing_and_others_go_on():
     pages.take('running', 3, 'adapter', 1.)
     before = state(pages)
     for n, parts, room in [(6, [], 5), (4, ['idle'], 3), (4, ['kv 1'], 3), (5, ['kv 0'], 4), (2, ['a+b'], 1)]:
-        with pytest.raises(NoRoom, match=f"'x' needs {n} pages, and {room} can be had; wait for a running request to end"):
+        said = f"'x' needs {n} pages, and {room} can be had; wait for a running request to end"
+        with pytest.raises(NoRoom, match=said):
             pages.take('x', n, 'kv', 1., parts)
         assert state(pages) == before
     assert pages.take('small', 1, 'kv', 1.)[1] == []
@@ -416,7 +424,8 @@ def test_no_room_is_no_refusal(): assert not issubclass(NoRoom, Refused)
 def test_B41_what_can_never_fit_is_refused_at_once():
     pages = Pages(9)
     pages.take('other', 8, 'kv', 1.)
-    with pytest.raises(Refused, match="'prompt' needs 13 pages with all that it depends on, and the pool has 8; shorten"):
+    said = "'prompt' needs 13 pages with all that it depends on, and the pool has 8; shorten"
+    with pytest.raises(Refused, match=said):
         pages.take('prompt', 13, 'kv', 1.)
     with pytest.raises(NoRoom): pages.take('prompt', 8, 'kv', 1.)
     pages.done('other')
@@ -486,7 +495,8 @@ def test_B46_unload_while_in_use_frees_the_memory_at_the_end():
     pages.take('b', 4, 'adapter', 1.)
     pages.use('b')
     assert pages.drop('b') == [] and pages.available == 0
-    with pytest.raises(AssertionError, match="'b' was dropped, and stays only for those that had it before; keep it"): pages.use('b')
+    with pytest.raises(AssertionError, match="'b' was dropped, and stays only for those that had it before; keep it"):
+        pages.use('b')
     with pytest.raises(AssertionError, match="'b' was dropped"): pages.drop('b')
     assert (pages.done('b'), pages.done('b'), pages.free) == ([], ['b'], 4)
     with pytest.raises(AssertionError, match="'b' is not in use"): pages.done('b')
@@ -560,5 +570,6 @@ def test_page_map():
     titles = ['page 0 ·', 'page 1 <&>', 'page 2 <&>', "page 3 ('kv', 1)"] + [f'page {p} ' for p in range(4, 14)]
     assert [c.find(f'{svg}title').text for c in cells] == titles
     assert [c.find(f'{svg}rect').get('fill-opacity') for c in cells[:5]] == ['1', '1', '1', '0.3', '1']
-    assert len({c.get('transform') for c in cells}) == 14 and drawing.get('height') == '86' and drawing.get('width') == '262'
+    assert len({c.get('transform') for c in cells}) == 14
+    assert drawing.get('height') == '86' and drawing.get('width') == '262'
     assert repr(pages) == 'Pages(2 in use, 1 idle, 10 free)'

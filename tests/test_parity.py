@@ -22,12 +22,13 @@ CONFIGS = [
     dict(r=13, lora_alpha=13, target_modules=['k_proj', 'o_proj', 'down_proj', 'lm_head']),
     dict(r=16, lora_alpha=32, target_modules=r'.*layers\.(0|1)\.(self_attn|mlp)\.(v|up)_proj'),
     dict(r=32, lora_alpha=16, target_modules=['q_proj', 'embed_tokens']),
-    dict(r=64, lora_alpha=64, target_modules=SEVEN, rank_pattern={'q_proj': 8, r'layers\.1\.mlp\.down_proj': 3}, alpha_pattern={'v_proj': 96}),
+    dict(r=64, lora_alpha=64, target_modules=SEVEN, rank_pattern={'q_proj': 8, r'layers\.1\.mlp\.down_proj': 3},
+         alpha_pattern={'v_proj': 96}),
     dict(r=128, lora_alpha=64, target_modules=['v_proj', 'o_proj', 'up_proj'], layers_to_transform=[1]),
 ]
 
 def make_adapters(model, folder, std):
-    "PEFT's own files, with random weights strong enough to change tokens; returns the PEFT model with all eight loaded."
+    "The PEFT model with eight adapters, random and strong enough to change tokens, and the directories it wrote."
     peft = None
     for i,kw in enumerate(CONFIGS):
         config, name = LoraConfig(task_type='CAUSAL_LM', **kw), f'a{i}'
@@ -36,7 +37,8 @@ def make_adapters(model, folder, std):
         generator = torch.Generator().manual_seed(i)
         with torch.no_grad():
             for key,p in sorted(peft.named_parameters()):
-                if f'.{name}' in key and 'lora_' in key: p.copy_(torch.randn(p.shape, generator=generator) * std(key, p))
+                if f'.{name}' not in key or 'lora_' not in key: continue
+                p.copy_(torch.randn(p.shape, generator=generator) * std(key, p))
     peft.save_pretrained(folder)
     return peft.eval(), [folder / f'a{i}' for i in range(len(CONFIGS))]
 
@@ -47,13 +49,15 @@ def all_logits(base, ids, adapter, every):
     "Logits of one prompt at every `every`-th position."
     n, groups = len(ids), working_set([adapter] if adapter else [], base.config, base.dtype)
     rows = np.arange(every - 1, n, every)
-    out, _ = base.decoder(jnp.array([ids] * len(rows)), jnp.broadcast_to(jnp.arange(n)[None], (len(rows), n)), jnp.array(rows),
-                          KV.zeros(base.config, len(rows), n, base.dtype), jnp.full(len(rows), int(adapter is not None)), groups)
+    tokens, positions = jnp.array([ids] * len(rows)), jnp.broadcast_to(jnp.arange(n)[None], (len(rows), n))
+    kv, slots = KV.zeros(base.config, len(rows), n, base.dtype), jnp.full(len(rows), int(adapter is not None))
+    out, _ = base.decoder(tokens, positions, jnp.array(rows), kv, slots, groups)
     return rows, np.asarray(out)
 
 @torch.inference_mode()
 def peft_tokens(peft, ids, names):
-    for g in (peft.generation_config, peft.base_model.model.generation_config): g.eos_token_id, g.pad_token_id, g.do_sample = None, 0, False
+    for g in (peft.generation_config, peft.base_model.model.generation_config):
+        g.eos_token_id, g.pad_token_id, g.do_sample = None, 0, False
     x = torch.tensor(ids)
     out = peft.generate(input_ids=x, attention_mask=torch.ones_like(x), max_new_tokens=NEW, adapter_names=names)
     return out[:, x.shape[1]:].tolist()
@@ -68,7 +72,8 @@ def check_against_peft(base, peft, folders, vocab, length, every, tolerance):
     theirs = peft(input_ids=x, attention_mask=torch.ones_like(x), adapter_names=names).logits.numpy()
     for i,adapter in enumerate(use):
         rows, ours = all_logits(base, ids[i], adapter, every)
-        error, effect = np.abs(ours - theirs[i][rows]).max(), np.abs(ours - all_logits(base, ids[i], None, every)[1]).max()
+        error = np.abs(ours - theirs[i][rows]).max()
+        effect = np.abs(ours - all_logits(base, ids[i], None, every)[1]).max()
         print(f'{names[i]}: max |Δlogit| {error:.1e}, of the adapter itself {effect:.2f}')
         assert error <= tolerance, names[i]
         assert adapter is None or effect > 100 * tolerance, 'an adapter must matter far more than the tolerance'
@@ -92,13 +97,15 @@ def test_smollm2_with_eight_adapters_equals_peft(smollm2, tmp_path):
 
 def tiny(config, model, **kw):
     torch.manual_seed(0)
-    c = config(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-               max_position_embeddings=512, initializer_range=.15, bos_token_id=None, eos_token_id=256, pad_token_id=None, **kw)
+    c = config(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+               num_key_value_heads=2, max_position_embeddings=512, initializer_range=.15, bos_token_id=None,
+               eos_token_id=256, pad_token_id=None, **kw)
     return model(c).eval()
 
 FAMILIES = dict(
-    llama=lambda: tiny(LlamaConfig, LlamaForCausalLM, rope_parameters=dict(rope_type='llama3', rope_theta=5e5, factor=8.,
-                       low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=64)),
+    llama=lambda: tiny(LlamaConfig, LlamaForCausalLM, rope_parameters=dict(
+        rope_type='llama3', rope_theta=5e5, factor=8., low_freq_factor=1., high_freq_factor=4.,
+        original_max_position_embeddings=64)),
     llama_linear=lambda: tiny(LlamaConfig, LlamaForCausalLM, attention_bias=True, tie_word_embeddings=True,
                               rope_parameters=dict(rope_type='linear', rope_theta=1e4, factor=3.)),
     mistral=lambda: tiny(MistralConfig, MistralForCausalLM, sliding_window=9),
@@ -120,12 +127,13 @@ def test_tiny_random_models_equal_peft(family, tmp_path):
     check_against_peft(base, peft, folders, 256, 40, 5, 2e-3)
 
 def test_bfloat16_is_as_close_to_float32_as_transformers_own(smollm2):
-    "Two engines in bfloat16 part after some tokens, so they are compared by logits: ours must not be the worse of the two."
+    "Two engines in bfloat16 part after some tokens, so logits are compared: ours must not be the worse of the two."
     ids = np.random.default_rng(0).integers(3, 49152, 64).tolist()
     rows, ours = all_logits(load_base('smollm2'), ids, None, 8)
     with torch.inference_mode():
         exact = smollm2(torch.tensor([ids])).logits[0, rows].numpy()
         theirs = copy.deepcopy(smollm2).bfloat16()(torch.tensor([ids])).logits[0, rows].float().numpy()
     error = lambda x: np.sqrt(np.square(x - exact).mean())
-    print(f'root mean square error: ours {error(ours):.3f}, theirs {error(theirs):.3f}, spread of the logits {exact.std():.2f}')
+    print(f'root mean square error: ours {error(ours):.3f}, theirs {error(theirs):.3f}, '
+          f'spread of the logits {exact.std():.2f}')
     assert error(ours) <= 1.2 * error(theirs) and error(ours) < .1 * exact.std()

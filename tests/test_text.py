@@ -10,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.utils.chat_template_utils import render_jinja_template
+from lorajax import text
 from lorajax.core import Refused
 from lorajax.text import BYTE_ALPHABET, SHIELD, Detokenizer, shield, tokenizer_from_codec
 from lorajax.tokenizer_files import CUTS, tokenizer_from_gguf, tokenizer_from_hf
@@ -302,8 +303,20 @@ def test_loop_controls_and_generation_blocks():
     ("{{ 1 / 0 }}", 'division by zero'), ("{{ nothing.at.all }}", 'nothing'), ("{{ messages[0].content + 1 }}", 'concatenate'),
     ("{% for m in messages %}", 'line 1'), ("{{ messages | sha }}", 'sha'), ("{% include 'x' %}", 'loader')])
 def test_template_errors_are_refused_in_its_words(template, said):
-    t = byte_tokenizer(template=template)
-    with pytest.raises(Refused, match=said): t.chat([dict(role='user', content='x')])
+    with pytest.raises(Refused, match=said) as e: byte_tokenizer(template=template).chat([dict(role='user', content='x')])
+    assert '\n' not in str(e.value)
+
+@pytest.mark.parametrize('template, said', [
+    ('{% for m in messages %}', 'line 1'), ('a\n{{ messages | sha }}', 'line 2'), ('{{', 'line 1'), ('{% nothing %}', 'nothing'),
+    ('{{ ' + '(' * 5000 + '1' + ')' * 5000 + ' }}', 'does not compile'),
+    ('{% for m in messages %}' * 30 + '{% endfor %}' * 30, 'nested blocks')])
+def test_template_that_does_not_compile_is_refused_at_load(trained, tmp_path, template, said):
+    trained.save(str(tmp_path/'tokenizer.json'))
+    write(tmp_path, chat_template=template)
+    gguf_fields = gguf('gpt2', list(BYTE_ALPHABET), merges=[], pre='gpt-2') | {'tokenizer.chat_template': template}
+    for load in (lambda: tokenizer_from_hf(tmp_path), lambda: tokenizer_from_gguf(gguf_fields)):
+        with pytest.raises(Refused, match=f'the chat template .*{said}.*; fetch it again$') as e: load()
+        assert '\n' not in str(e.value)
 
 @pytest.mark.parametrize('messages, said', [
     ([], 'at least one'), ('hi', 'at least one'), (None, 'at least one'), (['hi'], r'\[0\] is a str'), ([{}], 'role None'),
@@ -329,6 +342,79 @@ def test_a_message_that_the_template_drops_is_refused():
     with pytest.raises(Refused, match='critic'): t.chat([dict(role='user', content='x'), dict(role='critic', content='bad')])
     thinking = byte_tokenizer(template="{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
     assert thinking.decode(thinking.chat([dict(role='assistant', content='hm</think>x')])) == 'x'
+
+USER = dict(role='user', content='I am the user, aged 12')
+
+@pytest.mark.parametrize('template', [
+    "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}{% endfor %}",
+    "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages if m.role not in ('system', 'tool') %}{{ m.content | upper }}"
+    "{% endfor %}"])
+@pytest.mark.parametrize('dropped', [dict(role=role, content=content) for role in ('system', 'tool')
+                                     for content in ('user', '12', '', ' ', 'm', 'I am', '#1#', '<|end|>')])
+def test_a_dropped_message_is_refused_whatever_it_says(template, dropped):
+    t = byte_tokenizer(template=template)
+    for messages in ([dropped, USER], [USER, dropped], [USER, dict(role='assistant', content='ok'), dropped, USER]):
+        with pytest.raises(Refused, match=f"role '{dropped['role']}', whose content"): t.chat(messages)
+    assert t.chat([USER, dict(role='assistant', content=''), USER])
+
+@pytest.mark.parametrize('body, kept', [
+    ('{{ m.content }}', True), ('{{ m.content | trim | upper }}', True), ('{{ m.content | tojson }}', True),
+    ('{{ m.content | tojson(ensure_ascii=true) }}', True), ("{{ m.content.split('</think>') | last }}", True),
+    ('{{ m.content | length }}', True), ('{{ m.content[:2] }}', False), ('{{ m.role }}', False), ('12', False),
+    ('{% if m.content == "12" %}yes{% else %}{{ raise_exception("12 only") }}{% endif %}', True),
+    ('{{ m["content"] | replace(m.content, "") }}', False)])
+def test_a_content_counts_as_read_where_it_changes_the_prompt(body, kept):
+    t = byte_tokenizer(template='{% for m in messages %}' + body + '{% endfor %}')
+    for role in ('user', 'system', 'assistant'):
+        if kept: assert t.chat([dict(role=role, content='12')])
+        else:
+            with pytest.raises(Refused, match=f"has role '{role}', whose content"): t.chat([dict(role=role, content='12')])
+
+@pytest.mark.parametrize('field, value, body, read', [
+    ('ent', 'x', '', False), ('name', 'Ann', '{# name #}', False), ('name', 'Ann', '{{ m.name }}', True),
+    ('name', 'x', '{{ m.name }}', True), ('name', 'user', '{{ m.name or m.role }}', True), ('name', '', '', False),
+    ('prefix', True, '{% if m.prefix %}!{% endif %}', True), ('prefix', False, '{% if m.prefix is true %}!{% endif %}', True),
+    ('prefix', False, '', False), ('weight', 0, '', False), ('weight', 0, '{{ m.weight }}', True), ('calls', [], '', False),
+    ('calls', [], '{% for c in m.calls %}{{ c.name }}{% endfor %}', True), ('calls', [dict(name='f')], '', False),
+    ('calls', [dict(name='f')], '{% for c in m.calls %}{{ c.name.upper() }}{% endfor %}', True),
+    ('calls', [dict(name='f')], '{% if m.calls is defined %}{{ m.calls | tojson }}{% endif %}', True),
+    ('calls', {}, '{{ m | tojson }}', True), ('name', None, '', True)])
+def test_a_field_counts_as_read_where_it_changes_the_prompt(field, value, body, read):
+    t = byte_tokenizer(template='{% for m in messages %}{{ m.content }}' + body + '{% endfor %}')
+    for message in (USER, dict(role='assistant', content='yes')):
+        messages = [message | {field: value}, USER]
+        if read: assert t.chat(messages)
+        else:
+            with pytest.raises(Refused, match=rf"messages\[0\] has '{field}', which .* doesn't read"): t.chat(messages)
+
+REASONING = ( # as Qwen3: the thoughts of a turn are written only after the last question; as Llama 3: calls stand for the content
+    "{%- set ns = namespace(last=0) %}{%- for m in messages if m.role == 'user' %}{%- set ns.last = m.content %}{%- endfor %}"
+    "{%- set ns.seen = false %}{%- for m in messages %}{%- if m.role == 'user' and m.content == ns.last %}"
+    "{%- set ns.seen = true %}{%- endif %}<|turn|>{{ m.role }}\n"
+    "{%- if m.reasoning_content and ns.seen %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{%- if m.tool_calls %}{{ m.tool_calls[0].name }}{% else %}{{ m.content.split('</think>') | last }}{% endif %}<|end|>"
+    "{% endfor %}")
+
+def test_old_thoughts_may_be_left_out_but_nothing_else():
+    t = byte_tokenizer(template=REASONING)
+    thought = dict(role='assistant', content='yes', reasoning_content='hm')
+    assert 'hm' not in t.decode(t.chat([dict(role='user', content='a'), thought, dict(role='user', content='b')]))
+    assert '<think>hm</think>yes' in t.decode(t.chat([dict(role='user', content='a'), thought]))
+    with pytest.raises(Refused, match="has 'thinking'"): t.chat([USER, thought | dict(thinking='hm'), USER])
+    call = dict(role='assistant', content='', tool_calls=[dict(name='f')])
+    assert t.chat([USER, call, dict(role='tool', content='')])
+    with pytest.raises(Refused, match="role 'assistant', whose content"): t.chat([USER, call | dict(content='calling f')])
+
+def test_a_long_conversation_is_rendered_twice(monkeypatch):
+    runs, run = [], text._run_template
+    t = byte_tokenizer(template=ROLES)
+    monkeypatch.setattr(text, '_run_template', lambda *args, **kwargs: runs.append(1) or run(*args, **kwargs))
+    assert t.chat([USER, dict(role='assistant', content='12')] * 200) and len(runs) == 2
+
+def test_messages_nested_without_end():
+    nested = []
+    for _ in range(5000): nested = [nested]
+    with pytest.raises(Refused, match='nested too deep'): byte_tokenizer(template=ROLES).chat([USER | dict(calls=nested)])
 
 def test_no_template():
     with pytest.raises(Refused, match='plain prompt'): byte_tokenizer().chat([dict(role='user', content='x')])
@@ -447,13 +533,13 @@ def test_the_config_frames_where_tokenizer_json_is_silent(tmp_path):
     write(tmp_path, tokenizer_config=dict(eos_token='</s>', add_bos_token=True))
     with pytest.raises(Refused, match='add_bos_token=True'): tokenizer_from_hf(tmp_path)
 
-@pytest.mark.parametrize('found, ends', [(2, (1, 2)), ([2, 7], (1, 2, 7)), (None, (1,)), ([1], (1,))])
-def test_generation_config_ends(trained, tmp_path, found, ends):
+@pytest.mark.parametrize('found, ends', [([2], (1, 2)), ([2, 7], (1, 2, 7)), ([], (1,)), ((1, 9, 1), (1, 9))])
+def test_further_ends(trained, tmp_path, found, ends):
+    "Those of generation_config.json come with the weights (test_weights.py)."
     trained.save(str(tmp_path/'tokenizer.json'))
-    write(tmp_path, tokenizer_config=dict(eos_token='</s>'), generation_config=dict(eos_token_id=found))
-    t = tokenizer_from_hf(tmp_path)
-    assert t.eos_ids == ends and 7 not in t.control and tokenizer_from_hf(tmp_path, eos_ids=[9, 1]).eos_ids == (*ends, 9)
-    assert t.encode('it') == trained.encode('it').ids
+    write(tmp_path, tokenizer_config=dict(eos_token='</s>'))
+    t = tokenizer_from_hf(tmp_path, found)
+    assert t.eos_ids == ends and 7 not in t.control and t.encode('it') == trained.encode('it').ids
 
 def test_chat_template_places(trained, tmp_path):
     trained.save(str(tmp_path/'tokenizer.json'))
@@ -476,11 +562,62 @@ def test_directories_that_are_refused(trained, tmp_path):
     with pytest.raises(Refused, match='damaged'): tokenizer_from_hf(tmp_path)
     trained.save(str(tmp_path/'tokenizer.json'))
     write(tmp_path, tokenizer_config=[1])
-    with pytest.raises(Refused, match='must be an object'): tokenizer_from_hf(tmp_path)
+    with pytest.raises(Refused, match='holds a list and not a JSON object'): tokenizer_from_hf(tmp_path)
     (tmp_path/'tokenizer_config.json').write_text('{')
-    with pytest.raises(Refused, match='tokenizer_config.json is no valid JSON'): tokenizer_from_hf(tmp_path)
+    with pytest.raises(Refused, match='tokenizer_config.json is not readable as JSON'): tokenizer_from_hf(tmp_path)
     write(tmp_path, tokenizer_config=dict(eos_token='<none>'))
     with pytest.raises(Refused, match="eos_token is '<none>'"): tokenizer_from_hf(tmp_path)
+
+NAMES = 'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'
+
+@pytest.mark.parametrize('name', NAMES)
+def test_files_that_are_directories_or_no_text(trained, tmp_path, name):
+    trained.save(str(tmp_path/'tokenizer.json'))
+    file = tmp_path/name
+    for bad in (b'[' * 100_000, b'{"a":' * 100_000, b'{"a": "\xff"}', b'\xff\xfe'):
+        if name.endswith('jinja') and b'\xff' not in bad: continue
+        file.write_bytes(bad)
+        with pytest.raises(Refused, match=str(tmp_path)) as e: tokenizer_from_hf(tmp_path)
+        assert '\n' not in str(e.value)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(Refused, match=name): tokenizer_from_hf(tmp_path)
+
+ODD = [None, True, False, 0, 5, -1, 2.5, '', 'x', [], [1], ['x'], {}, dict(x=1), dict(content=5), dict(content=None),
+       [dict(template='x')], [dict(name='default')], [dict(name=['x'], template='x')], [dict(name='default', template=5)],
+       dict(default=5), '{% for', '</s>']
+
+@pytest.mark.parametrize('key', ['bos_token', 'eos_token', 'unk_token', 'pad_token', 'chat_template', 'add_bos_token',
+                                 'add_eos_token', 'added_tokens_decoder', 'model_max_length'])
+@pytest.mark.parametrize('framed', [True, False])
+def test_any_value_gives_a_tokenizer_or_a_refusal(trained, tmp_path, key, framed):
+    write(tmp_path, tokenizer=json.loads(trained.to_str()) | ({} if framed else dict(post_processor=None)))
+    refused = 0
+    for value in ODD:
+        write(tmp_path, tokenizer_config=dict(bos_token='<s>', eos_token='</s>') | {key: value})
+        try: assert isinstance(tokenizer_from_hf(tmp_path).encode('a'), list)
+        except Refused as e: refused += str(tmp_path) in str(e) and '\n' not in str(e)
+    assert refused >= (0 if key == 'model_max_length' else 8)
+
+@pytest.mark.parametrize('field, value, said', [
+    ('bos_token', 5, 'bos_token=5; it must be a string'), ('bos_token', 0, 'bos_token=0'),
+    ('chat_template', 7, 'chat_template=7; it must'), ('chat_template', [dict(template='x')], 'lacks name or template'),
+    ('add_bos_token', 'false', "add_bos_token='false'"),
+    ('eos_token', {}, "eos_token={}"), ('chat_template', [dict(name='rag', template='x')], 'templates are rag;')])
+def test_values_of_a_wrong_type_are_named(trained, tmp_path, field, value, said):
+    trained.save(str(tmp_path/'tokenizer.json'))
+    write(tmp_path, tokenizer_config={field: value})
+    with pytest.raises(Refused, match=f'^{tmp_path}: .*{said}'): tokenizer_from_hf(tmp_path)
+
+def test_named_templates_may_be_an_object(trained, tmp_path):
+    trained.save(str(tmp_path/'tokenizer.json'))
+    write(tmp_path, tokenizer_config=dict(chat_template=dict(default='a', rag='b')))
+    assert tokenizer_from_hf(tmp_path).template == 'a'
+
+def test_a_framing_token_that_the_vocabulary_lacks(tmp_path):
+    data = json.loads(llama_codec().to_str()) | dict(post_processor=None)
+    write(tmp_path, tokenizer=data, tokenizer_config=dict(bos_token='<none>', add_bos_token=True))
+    with pytest.raises(Refused, match="'<none>' should frame a text"): tokenizer_from_hf(tmp_path)
 
 @pytest.mark.parametrize('decoder', [None, decoders.WordPiece(), decoders.Metaspace(), decoders.Sequence([decoders.Fuse()])])
 def test_other_decoders_are_refused(trained, decoder):
@@ -597,6 +734,18 @@ def test_gguf_that_is_refused(fields, said):
     good = dict(model='gpt2', tokens=list(BYTE_ALPHABET), merges=[], pre='gpt-2')
     tokenizer_from_gguf(gguf(**good))
     with pytest.raises(Refused, match=said): tokenizer_from_gguf(gguf(**good | fields))
+
+@pytest.mark.parametrize('model', ['gpt2', 'llama'])
+def test_any_gguf_value_gives_a_tokenizer_or_a_refusal(model, llama_metadata):
+    good = llama_metadata if model == 'llama' else gguf('gpt2', [*BYTE_ALPHABET], merges=[], pre='gpt-2', token_type=[1] * 256)
+    keys = [f'tokenizer.ggml.{key}' for key in '''model tokens merges scores token_type pre bos_token_id eos_token_id eot_token_id
+        unknown_token_id padding_token_id add_bos_token add_eos_token add_space_prefix'''.split()] + ['tokenizer.chat_template']
+    refused = 0
+    for key in keys:
+        for value in [*ODD, [[1]] * 256, [1] * 256, ['x'] * 256, 10**12]:
+            try: assert isinstance(tokenizer_from_gguf(good | {key: value}).encode('a'), list)
+            except Refused as e: refused += '\n' not in str(e)
+    assert refused > 200
 
 @pytest.mark.parametrize('key', ['tokens', 'merges', 'model'])
 def test_gguf_without_a_field(key):

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 from lorajax import gguf_files, weights
 from lorajax.base import open_base
 from lorajax.core import ModelConfig, Refused, RopeScaling
-from lorajax.gguf_files import Metadata, llama3_stretch, read_gguf
+from lorajax.gguf_files import Metadata, llama3_stretch, open_gguf, read_gguf
 from lorajax.hf import HF_FIELDS, read_hf_config
 from lorajax.weights import all_finite, tensor_shapes
 
@@ -306,11 +306,28 @@ def test_broken_directories(tmp_path):
     for bad in ('', '{', '[1]', '"x"', '\x80'): config.write_bytes(bad.encode('latin-1')); refuses(base, str(config))
     config.write_text(json.dumps(json.loads(text) | dict(num_experts=4))); refuses(base, f'{config}: num_experts=4')
     config.write_text(text)
-    (base/'generation_config.json').write_text('nope'); refuses(base, 'generation_config.json is not JSON')
+    (base/'generation_config.json').write_text('nope'); refuses(base, 'generation_config.json is not readable as JSON')
     (base/'generation_config.json').write_text('{"eos_token_id": "</s>"}'); refuses(base, 'eos_token_id')
     (base/'generation_config.json').unlink()
     config.unlink(); (base/'adapter_config.json').write_text('{}'); refuses(base, 'adapter')
     (base/'adapter_config.json').unlink(); (base/'x.gguf').touch(); refuses(base, '.gguf file')
+
+DEEP = '[' * 100_000
+
+@pytest.mark.parametrize('name', ['config.json', 'generation_config.json', 'model.safetensors', 'model.safetensors.index.json'])
+def test_files_that_are_directories_or_nested_without_end(name, tmp_path):
+    base = small_dir(tmp_path)
+    if 'index' in name: shard(base)
+    kept = (base/name).read_bytes() if (base/name).exists() else b'{}'
+    (base/name).unlink(missing_ok=True)
+    (base/name).mkdir(); refuses(base, name); (base/name).rmdir()
+    for bad in (DEEP, '{"a":' * 100_000, '\ud800'.encode('utf-8', 'surrogatepass'), b'\0' * 100):
+        (base/name).write_bytes(bad.encode() if isinstance(bad, str) else bad); refuses(base, name)
+    (base/name).write_bytes(kept); open_base(base)
+
+def test_a_gguf_that_cannot_be_opened(tmp_path):
+    for path in (tmp_path, tmp_path/'nowhere', tmp_path/('x' * 300)):
+        with pytest.raises(Refused, match='is not readable .*; give a .gguf file or a model directory$'): open_gguf(path)
 
 def test_broken_shards(tmp_path):
     base = small_dir(tmp_path)
@@ -318,12 +335,14 @@ def test_broken_shards(tmp_path):
     good = json.loads(index.read_text())
     assert len(open_base(base).tensors) == 12
     for change,words in [({'model.norm.weight': '../base/model-00001-of-00002.safetensors'}, ['name of a file']),
-                         ({'model.norm.weight': 7}, ['name of a file']),
+                         ({'model.norm.weight': 7}, ['name of a file']), ({'model.norm.weight': ['x']}, ['name of a file']),
                          ({'extra.weight': 'model-00001-of-00002.safetensors'}, ['extra']),
                          ({'model.norm.weight': 'model-00003-of-00002.safetensors'}, ['disagree']),
                          ({'lm_head.weight': 'model-00002-of-00002.safetensors', 'model.norm.weight':
                            'model-00001-of-00002.safetensors'}, ['disagree'])]:
         index.write_text(json.dumps(good | dict(weight_map=good['weight_map'] | change))); refuses(base, *words)
+    for file in ('', '..', 'a\0b', '\ud800', 'x' * 300):
+        index.write_text(json.dumps(dict(weight_map=dict.fromkeys(good['weight_map'], file)))); refuses(base, 'fetch')
     for bad in ('{}', '[]', '{"weight_map": []}', 'x'): index.write_text(bad); refuses(base, 'index.json')
     index.write_text(json.dumps(good))
     (base/'model-00002-of-00002.safetensors').rename(base/'kept')

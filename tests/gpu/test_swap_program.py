@@ -1,0 +1,46 @@
+"""What the swap does on a GPU, read from its program; not a notebook cell, as it takes a CUDA compiler."""
+import importlib.metadata, re
+import jax.numpy as jnp, pytest
+from lorajax.arena import write_pages
+
+try: importlib.metadata.version('jax-cuda13-plugin')
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip("JAX's CUDA plugin is not installed; make gpu-check installs it", allow_module_level=True)
+from deviceless import compile_for_h200, lower_for_cuda, shape
+
+P, WORDS = 1000, 184_320 # pages of SmolLM2: 30 layers, keys and values, 16 tokens, 192 numbers
+
+@pytest.fixture(scope='module', params=[1, 4, 64])
+def n(request): return request.param
+
+@pytest.fixture(scope='module')
+def lowered(n):
+    words, chunk = shape((P, WORDS), jnp.uint16), shape((n, WORDS), jnp.uint16, 'pinned_host')
+    return lower_for_cuda(write_pages, words, chunk, shape((n,), jnp.int32))
+
+@pytest.fixture(scope='module')
+def executable(lowered): return compile_for_h200(lowered)
+
+@pytest.fixture(scope='module')
+def hlo(executable): return executable.hlo_modules()[0].to_string()
+
+def test_a_gpu_gets_the_scatter(lowered):
+    text = lowered.as_text()
+    assert 'stablehlo.scatter' in text and 'dynamic_update_slice' not in text
+
+def test_nothing_but_the_chunk_is_in_host_memory(hlo, n):
+    "S(5) is XLA's host memory: `xla::Layout::kHostMemorySpace`."
+    arguments = f'u16[{P},{WORDS}]{{1,0}}, u16[{n},{WORDS}]{{1,0:S(5)}}, s32[{n}]{{0}}'
+    assert f'entry_computation_layout={{({arguments})->u16[{P},{WORDS}]{{1,0}}}}' in hlo
+    assert set(re.findall(r'(\w+\[[\d,]*\])\{[^{}]*S\(5\)[^{}]*\}', hlo)) == {f'u16[{n},{WORDS}]'}
+
+def test_one_asynchronous_copy_moves_the_chunk(hlo, n):
+    copies, chunk = re.findall(r'= (\S.* copy(?:-start|-done)?\(.*?)[.\d]*\)', hlo), f'u16[{n},{WORDS}]{{1,0'
+    assert copies == [f'({chunk}}}, {chunk}:S(5)}}, u32[]) copy-start(%chunk', f'{chunk}}} copy-done(%copy-start']
+
+def test_the_buffer_is_written_in_place(executable, hlo, n):
+    memory, chunk = executable.get_compiled_memory_stats(), n * WORDS * 2
+    assert 'input_output_alias={ {}: (0, {}, may-alias) }' in hlo
+    assert memory.alias_size_in_bytes == memory.output_size_in_bytes == P * WORDS * 2
+    assert memory.host_argument_size_in_bytes == chunk and memory.host_temp_size_in_bytes == 0
+    assert memory.temp_size_in_bytes < 1.1 * chunk + (1 << 20)
