@@ -13,7 +13,7 @@ import jax, jax.numpy as jnp, numpy as np
 import orbax.checkpoint as ocp, tokenizers
 from flax import nnx
 from .adapters import Adapter, base_fingerprint, tensor_digest, version_id
-from .core import ModelConfig, Refused, RopeScaling, module_shapes, quoted
+from .core import ModelConfig, Refused, RopeScaling, module_shapes, quoted, read_json
 from .gguf_files import open_gguf, smollm2_file
 from .hf import open_hf
 from .model import Decoder, pack, random_tensors
@@ -147,10 +147,8 @@ def save_base(
 
 # %% ../nbs/09f_base.ipynb #9fcb9d9c
 def _read_record(path):
-    try: record = json.loads((path / RECORD).read_text('utf-8'))
-    except (OSError, ValueError, RecursionError) as e:
-        raise Refused(f'{path / RECORD} cannot be read ({e}); save the base again') from None
-    if not isinstance(record, dict) or record.get('seal') != _seal(record):
+    record = read_json(path / RECORD, 'save the base again')
+    if record.get('seal') != _seal(record):
         raise Refused(f'{path / RECORD} was changed after it was saved; save the base again')
     return record
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from . import __version__
 from .adapters import check_name
 from .base import DTYPES, load_base, save_base
-from .core import Refused, Sampling
+from .core import Refused, Sampling, read_json
 from .generate import Event, stream
 from .lora_config import CONFIG_FILE, check_adapter_config
 from .ops import check_backend
@@ -211,8 +211,7 @@ def _lines(**facts):
     for name,value in facts.items(): print(f'{name:14} {value}')
 
 def _inspect_adapter(folder):
-    try: raw = json.loads((folder / CONFIG_FILE).read_text('utf-8'))
-    except (OSError, ValueError) as e: raise Refused(f'{folder / CONFIG_FILE} cannot be read ({e})') from None
+    raw = read_json(folder / CONFIG_FILE, 'give the directory that PEFT saved')
     s = check_adapter_config(raw)
     try:
         with safe_open(folder / WEIGHTS_FILE, framework='numpy') as f: parts = [f.get_slice(k) for k in f.keys()]

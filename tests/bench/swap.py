@@ -2,7 +2,7 @@
 
 40 adapters of ranks 16 to 64 on all seven linears in page-locked memory, and an arena for about eight. They come in
 random order. A swap is timed from `Residents.use` until the arena is ready. The things compared take turns from swap to
-swap, each with another adapter of the same rank, so that none finds its bytes in a cache. Rounds of such turns are kept
+swap, each with another adapter of the same rank, and with other places to copy to, so that caches help none. Rounds of such turns are kept
 or left out as quiet.py says. --json FILE keeps all times.
 """
 import argparse, json, platform, random, tempfile, time
@@ -36,25 +36,32 @@ def residents_over(folder, images):
         store.fetch(f'{rank}-{i}')
     return Residents(store, Arena(layout, 1 + ROOM * sum(len(image.pages) for image in images.values()) // len(images)))
 
-def things_to_time(residents, images, pool):
+def things_to_time(residents, images, pool, rng):
     cores, device = psutil.cpu_count(), jax.devices()[0]
     target = np.ones(residents.arena.words.shape, residents.arena.words.dtype) # touched, as the arena is
+    def source_and_target(which):
+        pages = images[which].pages
+        start = rng.randrange(len(target) - len(pages))
+        return pages, target[start:start + len(pages)]
     def swap(rank, i):
         assert residents.use(f'{rank}-{i}')
         residents.arena.words.block_until_ready()
         residents.done(f'{rank}-{i}')
     def allocate(*which): jax.device_put(images[which].pages, device, may_alias=False).block_until_ready()
-    def memcpy(*which): np.copyto(target[:len(images[which].pages)], images[which].pages)
+    def memcpy(*which):
+        source, target = source_and_target(which)
+        np.copyto(target, source)
     def memcpy_all_cores(*which):
-        pages = images[which].pages
-        list(pool.map(np.copyto, np.array_split(target[:len(pages)], cores), np.array_split(pages, cores)))
+        source, target = source_and_target(which)
+        list(pool.map(np.copyto, np.array_split(target, cores), np.array_split(source, cores)))
     return {'swap': swap, 'allocate': allocate, 'memcpy': memcpy, 'memcpy, all cores': memcpy_all_cores}
 
 def one_round(things, residents, rng):
     seconds = {name: {rank: [] for rank in RANKS} for name in things}
     for rank in rng.sample(RANKS * TURNS, len(RANKS) * TURNS):
-        for (name, f), i in zip(things.items(), rng.sample(range(EACH), len(things))):
-            residents.drop(f'{rank}-{i}')
+        adapters = rng.sample(range(EACH), len(things))
+        residents.drop(f'{rank}-{adapters[0]}') # the swap's, should it still be there
+        for (name, f), i in zip(things.items(), adapters):
             start = time.perf_counter()
             f(rank, i)
             seconds[name][rank].append(time.perf_counter() - start)
@@ -81,7 +88,7 @@ def main():
     images = {(rank, i): random_image(rank, layout, draw) for rank in RANKS for i in range(EACH)}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(psutil.cpu_count()) as pool:
         residents, rng = residents_over(folder, images), random.Random(0)
-        things = things_to_time(residents, images, pool)
+        things = things_to_time(residents, images, pool, rng)
         one_round(things, residents, rng) # to warm up
         runs = take_turns({'round': lambda: one_round(things, residents, rng)}, args.reps)['round']
         residents.store.close()

@@ -26,7 +26,7 @@ gpu_device_info {
 def h200(): return topologies.get_topology_desc(platform='cuda', topology='1x1x1', target_config=H200).devices[0]
 
 def shape(dims, dtype, memory='device'):
-    "An argument's shape. It is placed on the CPU: a device that is only compiled for lists no memories and drops `memory`."
+    "An argument's shape, placed on the CPU: a device that is only compiled for has no memories and drops `memory`."
     place = jax.sharding.SingleDeviceSharding(jax.devices('cpu')[0], memory_kind=memory)
     return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
 
