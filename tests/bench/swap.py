@@ -2,8 +2,8 @@
 
 40 adapters of ranks 16 to 64 on all seven linears in page-locked memory, and an arena for about eight. They come in
 random order. A swap is timed from `Residents.use` until the arena is ready. The things compared take turns from swap to
-swap, each with another adapter of the same rank, and with other places to copy to, so that caches help none. Rounds of such turns are kept
-or left out as quiet.py says. --json FILE keeps all times.
+swap, each with another adapter of the same rank and another place to copy to, so that caches help none. Rounds of such
+turns are kept or left out as quiet.py says. --json FILE keeps all times.
 """
 import argparse, json, platform, random, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
