@@ -4,6 +4,7 @@ Batch of 8 rows, 64 prompt tokens and 64 new ones, greedy, bfloat16; eight diffe
 linears. The things compared take turns, as quiet.py says. --json FILE keeps all repetitions.
 """
 import argparse, json, multiprocessing, platform, tempfile, time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 import psutil
 from quiet import bandwidth, machine, median, quiet, take_turns
@@ -74,15 +75,20 @@ def peft_worker(pipe, adapter_folders):
         while True: pipe.send(run(pipe.recv()))
     except EOFError: pass # the other end is done
 
+@contextmanager
 def peft(adapter_folders):
     here, there = multiprocessing.Pipe()
-    multiprocessing.get_context('spawn').Process(target=peft_worker, args=(there, adapter_folders), daemon=True).start()
+    worker = multiprocessing.get_context('spawn').Process(target=peft_worker, args=(there, adapter_folders))
+    worker.start()
     there.close()
     assert here.recv() == 'ready'
     def ask(name):
         here.send(name)
         return here.recv()
-    return {name: (lambda name=name: ask(name)) for name in ('PEFT mixed', 'PEFT base rows')}
+    try: yield {name: (lambda name=name: ask(name)) for name in ('PEFT mixed', 'PEFT base rows')}
+    finally:
+        here.close()
+        worker.join()
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,9 +106,9 @@ def main():
         adapters = [random_adapter(config, f'a{i}', RANK, LINEARS, 1., i, .02) for i in range(ROWS)]
         folders = [save_adapter(a, f'{tmp}/{a.name}') for a in adapters]
         things, weights = ours(folders)
-        if not args.no_peft: things |= peft(folders)
-        speed, runs = bandwidth(), take_turns(things, args.reps)
-        again = bandwidth()
+        with nullcontext({}) if args.no_peft else peft(folders) as peer:
+            speed, runs = bandwidth(), take_turns(things | peer, args.reps)
+            again = bandwidth()
     speed = {k: max(speed[k], again[k]) for k in speed}
     print(f'memory: read {speed["read"] / 1e9:.1f} GB/s, copy {speed["copy"] / 1e9:.1f} GB/s (read + written)\n')
     heads = ('prefill', 'decode', 'all new', 'ms/step', 'MB/step', 'of read limit', 'of copy limit', 'undisturbed')
