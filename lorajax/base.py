@@ -16,6 +16,7 @@ from .adapters import Adapter, base_fingerprint, tensor_digest, version_id
 from .core import ModelConfig, Refused, RopeScaling, module_shapes, quoted, read_json
 from .gguf_files import open_gguf, smollm2_file
 from .hf import open_hf
+from .images import check_adapter_dtype
 from .model import Decoder, pack, random_tensors
 from .peft import load_adapter
 from .text import BYTE_ALPHABET, Tokenizer, tokenizer_from_codec
@@ -60,9 +61,12 @@ class Base:
                               f'the base {self.name!r} has {shapes.get(path, "no such module")} there; '
                               'load it on its own base')
 
-    def version(self, adapter:Adapter|None=None) -> str: # None for the base alone
+    def version(self, adapter:Adapter|None=None, dtype:str|None=None) -> str: # None: base alone; the base's dtype
         "The identity of an adapter on this base."
-        return version_id(f'{self.fingerprint} {self.dtype}', adapter.fingerprint if adapter else '')
+        check_adapter_dtype(dtype)
+        assert adapter or not dtype, f'the base alone has no adapter to keep in {dtype}'
+        own = (adapter.fingerprint if adapter else '', dtype or '')
+        return version_id(f'{self.fingerprint} {self.dtype}', ' '.join(filter(None, own)))
 
     def __repr__(self):
         c = self.config

@@ -67,7 +67,7 @@ def who_answers(
 class Shown:
     "A batch's answers, and when they came, in seconds."
     texts: tuple[str, ...] # one a row
-    finish: tuple[str, ...] # 'stop' or 'length'; '' for a row that was interrupted
+    finish: tuple[str, ...] # 'stop', 'length' or 'error'; '' for a row that was interrupted
     tokens: int # generated in all rows
     start: float
     first: float # when the first token came
@@ -78,7 +78,8 @@ class Shown:
         speed = f', then {later / (self.end - self.first):.0f} tokens/s' if later > 0 and self.end > self.first else ''
         return f'{self.tokens} tokens in {rows} row{"s" * (rows > 1)}: first after {first:.1f} s{speed}'
 
-def _note(finish): return '(cut at the limit)' if finish == 'length' else ''
+_NOTES = dict(length='(cut at the limit)', error='(broken off: the model gave no finite number)')
+def _note(finish): return _NOTES.get(finish, '')
 
 def _panels(titles, texts, finish):
     def panel(title, text, end):

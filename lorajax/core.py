@@ -4,14 +4,16 @@
 
 # %% ../nbs/00_core.ipynb #a3485953
 from __future__ import annotations
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import json, secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['EMBEDDING', 'HEAD', 'LAYER_MODULES', 'Refused', 'quoted', 'read_text', 'read_json', 'RopeScaling', 'ModelConfig',
-           'module_shapes', 'Sampling']
+__all__ = ['EMBEDDING', 'HEAD', 'LAYER_MODULES', 'MAX_BIASES', 'MAX_STOPS', 'MAX_LOGPROBS', 'MAX_CHOICES', 'Refused', 'quoted',
+           'read_text', 'read_json', 'RopeScaling', 'ModelConfig', 'module_shapes', 'ResponseFormat', 'Sampling',
+           'check_token_ids', 'choices']
 
 # %% ../nbs/00_core.ipynb #dc3eaf48
 class Refused(ValueError):
@@ -105,20 +107,124 @@ def _number(name:str, value, ok:Callable[[float], bool], must:str):
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not ok(value):
         raise Refused(f'{name}={quoted(value)}; it must be {must}')
 
+def _flag(name:str, value):
+    if type(value) is not bool: raise Refused(f'{name}={quoted(value)}; it must be True or False')
+
+def _listed(name:str, value, ok:Callable[[object], bool], most:int, must:str) -> tuple:
+    "The entries of a list as a tuple; none for None."
+    entries = () if value is None else value
+    if not isinstance(entries, (list, tuple)) or len(entries) > most or not all(map(ok, entries)):
+        raise Refused(f'{name}={quoted(value)}; it must be {must}')
+    return tuple(entries)
+
+# %% ../nbs/00_core.ipynb #930224f9
+@dataclass(frozen=True)
+class ResponseFormat:
+    "What the whole text of an answer must match."
+    type: str # 'json_object', 'json_schema' or 'regex'
+    source: str = '' # the schema (an object, or its JSON text) or the pattern; empty for json_object
+
+    def __post_init__(self):
+        if self.type not in ('json_object', 'json_schema', 'regex'):
+            raise Refused(f'response_format has type {quoted(self.type)}; it must be json_object, json_schema or regex')
+        if self.type == 'json_schema' and isinstance(self.source, Mapping):
+            object.__setattr__(self, 'source', _json(self.source))
+        if not isinstance(self.source, str) or bool(self.source) == (self.type == 'json_object'):
+            must = dict(json_object='empty for json_object', json_schema='a JSON schema', regex='a pattern')[self.type]
+            raise Refused(f'response_format has source {quoted(self.source)}; it must be {must}')
+        if self.type == 'json_schema': _check_schema(self.source)
+
+def _json(value) -> str:
+    try: return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise Refused(f'response_format has schema {quoted(value)}; it must be plain JSON data') from None
+
+def _check_schema(text:str):
+    try: found = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise Refused(f'response_format has a schema that is not JSON: {e}') from None
+    if not isinstance(found, dict):
+        raise Refused(f'response_format has schema {quoted(found)}; it must be a JSON object')
+
+# %% ../nbs/00_core.ipynb #a3bbd705
+MAX_BIASES, MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES = 300, 4, 20, 128 # limits of the OpenAI API
+
 @dataclass(frozen=True)
 class Sampling:
-    "How the next token is drawn, and when to stop."
-    max_new_tokens: int = 128 # at most this many are generated
+    "How the next token is drawn, when to stop, and what is told about it."
+    max_new_tokens: int = 128 # at most this many are generated; 0 only with `echo`
     temperature: float = 0. # 0 is greedy; 1 samples the model's own distribution
     top_k: int = 0 # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1. # keep the smallest set of tokens with this much probability
     seed: int | None = None # None: a fresh seed for every request
-    ignore_eos: bool = False # go on after the end token, for benchmarks
+    min_p: float = 0. # drop tokens less likely than this share of the likeliest; 0 keeps all
+    repetition_penalty: float = 1. # divides positive logits of tokens in prompt or output, multiplies negative ones
+    presence_penalty: float = 0. # taken off the logit of a token that was generated
+    frequency_penalty: float = 0. # taken off once for each time that it was generated
+    logit_bias: tuple[tuple[int, float], ...] = () # added to the logits of these ids; give a mapping
+    stop: tuple[str, ...] = () # texts that end the answer; one may be given as a string
+    include_stop: bool = False # the answer ends with the stop text, not before it
+    stop_token_ids: tuple[int, ...] = () # further ids that end the answer, beside the base's own
+    ignore_eos: bool = False # go on after the base's end token, for benchmarks
+    n: int = 1 # how many answers
+    logprobs: int | None = None # log-probabilities of the tokens and of so many alternatives; None for neither
+    echo: bool = False # also tell about the prompt's tokens
+    response_format: ResponseFormat | None = None # what the text must match; None for any
 
-    def __post_init__(self):
-        _whole('max_new_tokens', self.max_new_tokens, 1, 2**31 - 1)
-        _whole('top_k', self.top_k, 0, 2**31 - 1)
-        if self.seed is not None: _whole('seed', self.seed, 0, 2**63 - 1)
-        _number('temperature', self.temperature, lambda t: t == 0 or 1e-6 <= t <= 1e6, '0 (greedy) or a number from 1e-6 to 1e6')
-        _number('top_p', self.top_p, lambda p: 0 < p <= 1, 'a number above 0 and at most 1')
-        if type(self.ignore_eos) is not bool: raise Refused(f'ignore_eos={quoted(self.ignore_eos)}; it must be True or False')
+    def __post_init__(self): _check_sampling(self)
+
+# %% ../nbs/00_core.ipynb #fe339007
+_NUMBERS = dict(
+    temperature=(lambda x: x == 0 or 1e-6 <= x <= 1e6, '0 (greedy) or a number from 1e-6 to 1e6'),
+    top_p=(lambda x: 0 < x <= 1, 'a number above 0 and at most 1'),
+    min_p=(lambda x: 0 <= x <= 1, 'a number from 0 to 1'),
+    repetition_penalty=(lambda x: .01 <= x <= 100, 'a number from 0.01 to 100, and 1 for none'),
+    presence_penalty=(lambda x: -2 <= x <= 2, 'a number from -2 to 2'),
+    frequency_penalty=(lambda x: -2 <= x <= 2, 'a number from -2 to 2'))
+
+def _is_id(x) -> bool: return type(x) is int and 0 <= x < 2**31
+def _is_bias(x) -> bool: return type(x) in (int, float) and -100 <= x <= 100
+def _is_pair(x) -> bool: return isinstance(x, (list, tuple)) and len(x) == 2 and _is_id(x[0]) and _is_bias(x[1])
+def _is_text(x) -> bool: return isinstance(x, str) and x != ''
+
+def _check_sampling(s:Sampling):
+    "Refuses a value outside its range; brings lists and mappings into one form."
+    for name,(ok, must) in _NUMBERS.items(): _number(name, getattr(s, name), ok, must)
+    for name in ('include_stop', 'ignore_eos', 'echo'): _flag(name, getattr(s, name))
+    _whole('max_new_tokens', s.max_new_tokens, 0 if s.echo else 1, 2**31 - 1)
+    _whole('top_k', s.top_k, 0, 2**31 - 1)
+    _whole('n', s.n, 1, MAX_CHOICES)
+    if s.seed is not None: _whole('seed', s.seed, 0, 2**63 - 1)
+    if s.logprobs is not None: _whole('logprobs', s.logprobs, 0, MAX_LOGPROBS)
+    stop = (s.stop,) if isinstance(s.stop, str) else s.stop
+    stop = _listed('stop', stop, _is_text, MAX_STOPS, f'a string or a list of at most {MAX_STOPS}, none of them empty')
+    ids = _listed('stop_token_ids', s.stop_token_ids, _is_id, 2**16, 'a list of token ids')
+    bias = list(s.logit_bias.items()) if isinstance(s.logit_bias, Mapping) else s.logit_bias
+    must = f'at most {MAX_BIASES} token ids, each with a number from -100 to 100'
+    bias = _listed('logit_bias', bias, _is_pair, MAX_BIASES, must)
+    if len({i for i,_ in bias}) < len(bias):
+        raise Refused('logit_bias names a token id twice; it must be one number a token')
+    if not isinstance(s.response_format, ResponseFormat | None):
+        raise Refused(f'response_format={quoted(s.response_format)}; it must be a ResponseFormat or None')
+    if s.response_format and s.ignore_eos: raise Refused('ignore_eos=True; it must be False beside a response_format')
+    for name,value in dict(stop=stop, stop_token_ids=ids, logit_bias=tuple(sorted(map(tuple, bias)))).items():
+        object.__setattr__(s, name, value)
+
+# %% ../nbs/00_core.ipynb #5167ca52
+def check_token_ids(
+    s:Sampling, # asked for
+    vocab_size:int, # V of the base
+):
+    "Refuses ids that the base doesn't have."
+    for name,ids in dict(logit_bias=[i for i,_ in s.logit_bias], stop_token_ids=s.stop_token_ids).items():
+        if any(i >= vocab_size for i in ids):
+            raise Refused(f'{name} has token id {max(ids)}; it must be below the vocabulary of {vocab_size}')
+
+# %% ../nbs/00_core.ipynb #8773d9bb
+def choices(
+    s:Sampling, # what the request asks for
+) -> list[Sampling]: # s.n of them, each for one answer
+    "The rules of each answer to a request, with its seed."
+    seed = secrets.randbits(63) if s.seed is None else s.seed
+    other = lambda i: int.from_bytes(blake2b(f'{seed}/{i}'.encode(), digest_size=8).digest()) >> 1
+    return [replace(s, n=1, seed=other(i) if i else seed) for i in range(s.n)]

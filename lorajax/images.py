@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 import ml_dtypes, numpy as np
-from .adapters import Adapter
+from .adapters import Adapter, LoraPair
 from .core import ModelConfig, Refused, module_shapes
 
 # %% auto #0
-__all__ = ['DTYPES', 'WORDS', 'RANK_BLOCK', 'CHANNELS', 'TILE', 'PageLayout', 'layout_of', 'Pieces', 'pieces_of', 'Image',
-           'image_of', 'rows_of']
+__all__ = ['DTYPES', 'WORDS', 'RANK_BLOCK', 'CHANNELS', 'TILE', 'PageLayout', 'layout_of', 'Pieces', 'pieces_of', 'quantise',
+           'check_adapter_dtype', 'numbers_per_word', 'Image', 'image_of', 'rows_of']
 
 # %% ../nbs/05a_images.ipynb #1f930afe
 DTYPES = dict(bfloat16=np.dtype(ml_dtypes.bfloat16), float32=np.dtype(np.float32))
@@ -47,6 +47,7 @@ class PageLayout:
     @property
     def nbytes(self): return self.words * self.word.itemsize # of a page
 
+# %% ../nbs/05a_images.ipynb #deb8cc15
 def layout_of(
     config:ModelConfig, # of the base
     page_bytes:int=16 << 20, # a page has at most this many; 16 MB is usual in the field
@@ -67,6 +68,9 @@ class Pieces:
     "Where the pieces of an image begin, in tiles."
     ranks: tuple[tuple[str, int], ...] # (dotted path, R) of each targeted module, in the order of `module_shapes`
     widths: tuple[tuple[int, int], ...] # (in, out) of the same modules
+    per_word: int = 1 # numbers in a word
+
+    def across(self, width:int): return _ceil(_ceil(width, CHANNELS), self.per_word) # tiles of so many channels
 
     @cached_property
     def starts(self) -> dict[tuple[str, int], tuple[int, int]]: # (path, block) -> first tile of A, first tile of B
@@ -74,70 +78,120 @@ class Pieces:
         for block in range(_ceil(max(r for _,r in self.ranks), RANK_BLOCK)):
             for (path, rank), (n_in, n_out) in zip(self.ranks, self.widths):
                 if rank <= block * RANK_BLOCK: continue
-                found[path, block] = at, at + _ceil(n_in, CHANNELS)
-                at += _ceil(n_in, CHANNELS) + _ceil(n_out, CHANNELS)
+                found[path, block] = at, at + self.across(n_in)
+                at += self.across(n_in) + self.across(n_out)
         return found
 
     @cached_property
     def tiles(self) -> int: # in the whole image
         blocks = (_ceil(rank, RANK_BLOCK) for _,rank in self.ranks)
-        return sum(n * sum(_ceil(width, CHANNELS) for width in widths) for n,widths in zip(blocks, self.widths))
+        return sum(n * sum(map(self.across, widths)) for n,widths in zip(blocks, self.widths))
 
 def pieces_of(
     ranks:Mapping[str, int], # dotted path -> R
     config:ModelConfig, # of the base
+    per_word:int=1, # numbers in a word
 ) -> Pieces:
     "The table for an adapter with these ranks."
     shapes = module_shapes(config)
     paths = [p for p in shapes if p in ranks]
-    return Pieces(tuple((p, ranks[p]) for p in paths), tuple(shapes[p] for p in paths))
+    return Pieces(tuple((p, ranks[p]) for p in paths), tuple(shapes[p] for p in paths), per_word)
 
 # %% ../nbs/05a_images.ipynb #f738476d
+def quantise(
+    rows:np.ndarray, # [R, width] float32
+) -> tuple[np.ndarray, np.ndarray]: # [R, width] int8; [R] float32 steps, by which to multiply them
+    "The nearest multiples of 1/127 of each row's largest number."
+    steps = np.abs(rows).max(axis=1) / np.float32(127)
+    steps[steps == 0] = 1
+    return np.rint(rows / steps[:, None]).astype(np.int8), steps
+
+# %% ../nbs/05a_images.ipynb #c32533d2
+def check_adapter_dtype(
+    dtype:str|None, # of an adapter's numbers: 'int8', or None for the base's own
+):
+    "Refuses what an adapter isn't kept in."
+    if dtype not in (None, 'int8'):
+        raise Refused(f"an adapter in dtype={dtype!r}; choose 'int8', or leave it out for the base's own dtype")
+
+def numbers_per_word(
+    layout:PageLayout,
+    dtype:str|None, # as for `check_adapter_dtype`
+) -> int:
+    "How many of an adapter's numbers share a word."
+    check_adapter_dtype(dtype)
+    return layout.word.itemsize if dtype else 1
+
 @dataclass(frozen=True, eq=False)
 class Image:
     "An adapter's numbers as pages."
     pages: np.ndarray # [n, words] of the layout's word
+    scale: np.ndarray # [blocks, 8] float32 factor of each rank row, in the order of `pieces.starts`
     pieces: Pieces
     layout: PageLayout
+    invocation: tuple[int, ...] = () # as in `Adapter`
+    routing: np.ndarray|None = None # [D] float32, as in `Adapter`
 
     @property
     def nbytes(self): return self.pages.nbytes
+    @property
+    def dtype(self): return DTYPES[self.layout.dtype] if self.pieces.per_word == 1 else np.dtype(np.int8) # of numbers
 
-def _tiles(rows): # [8, width] -> [tiles, 8, 64]
-    padded = np.zeros((RANK_BLOCK, _ceil(rows.shape[1], CHANNELS) * CHANNELS), rows.dtype)
+# %% ../nbs/05a_images.ipynb #7a473b26
+def _rows(pair:LoraPair, dtype): # -> [R, in], [R, out] of the dtype; [R] float32
+    "A pair's rank rows, and the factor of each."
+    a, b = pair.a.astype(np.float32), pair.b.T.astype(np.float32) * np.float32(pair.scale)
+    if dtype != np.int8: return a.astype(dtype), b.astype(dtype), np.ones(len(a), np.float32)
+    (a, p), (b, q) = quantise(a), quantise(b)
+    return a, b, p * q
+
+def _piece(rows, per_word, word): # [8 or less, width] -> [tiles, 8, 64] of the word
+    "Rank rows as tiles of words."
+    tiles = _ceil(_ceil(rows.shape[1], CHANNELS), per_word)
+    padded = np.zeros((RANK_BLOCK, tiles * per_word * CHANNELS), rows.dtype)
     padded[:len(rows), :rows.shape[1]] = rows
-    return padded.reshape(RANK_BLOCK, -1, CHANNELS).swapaxes(0, 1)
+    in_words = padded.reshape(RANK_BLOCK, tiles, per_word, CHANNELS).transpose(1, 0, 3, 2)
+    return np.ascontiguousarray(in_words).view(word)[..., 0]
 
+# %% ../nbs/05a_images.ipynb #3d52088c
 def image_of(
     adapter:Adapter,
     layout:PageLayout,
+    dtype:str|None=None, # as for `check_adapter_dtype`
 ) -> Image:
-    "The adapter in the layout's pages; `Refused` if a number overflows the dtype."
-    table, dtype = pieces_of({p: m.rank for p,m in adapter.modules.items()}, layout.config), DTYPES[layout.dtype]
-    pages = np.zeros((_ceil(table.tiles, layout.tiles), layout.words), layout.word)
-    tiles = pages.view(dtype).reshape(-1, RANK_BLOCK, CHANNELS)
-    def cast(m): return m.a.astype(dtype), (m.b.T.astype(np.float32) * np.float32(m.scale)).astype(dtype)
-    with np.errstate(over='ignore'): folded = {p: cast(m) for p,m in adapter.modules.items()}
-    for (path, block), starts in table.starts.items():
-        for start, rows in zip(starts, folded[path]):
-            piece = _tiles(rows[block * RANK_BLOCK:(block + 1) * RANK_BLOCK])
+    "The adapter in the layout's pages."
+    per_word = numbers_per_word(layout, dtype)
+    pieces = pieces_of({p: m.rank for p,m in adapter.modules.items()}, layout.config, per_word)
+    pages = np.zeros((_ceil(pieces.tiles, layout.tiles), layout.words), layout.word)
+    scale = np.ones((len(pieces.starts), RANK_BLOCK), np.float32)
+    image = Image(pages, scale, pieces, layout, adapter.invocation, adapter.routing)
+    with np.errstate(over='ignore', invalid='ignore'):
+        rows = {p: _rows(m, image.dtype) for p,m in adapter.modules.items()}
+    for path, parts in rows.items():
+        if not all(np.isfinite(x).all() for x in parts):
+            raise Refused(f'adapter {adapter.name!r}: its weights at {path} overflow {image.dtype}; lower its scale')
+    tiles = pages.reshape(-1, RANK_BLOCK, CHANNELS)
+    for factor, ((path, block), starts) in zip(image.scale, pieces.starts.items()):
+        *ab, own = (x[block * RANK_BLOCK:(block + 1) * RANK_BLOCK] for x in rows[path])
+        factor[:len(own)] = own
+        for start, part in zip(starts, ab):
+            piece = _piece(part, per_word, layout.word)
             tiles[start:start + len(piece)] = piece
-    if not np.isfinite(tiles).all():
-        raise Refused(f'adapter {adapter.name!r}: its weights overflow {layout.dtype}; lower its scale')
-    return Image(pages, table, layout)
+    return image
 
 # %% ../nbs/05a_images.ipynb #ad77a819
 def rows_of(
     image:Image,
     path:str, # dotted path of a targeted module
-) -> tuple[np.ndarray, np.ndarray]: # [R, in], [R, out] of the layout's dtype
-    "One module's rank rows, read back; the slow way that says what is right."
-    tiles = image.pages.view(DTYPES[image.layout.dtype]).reshape(-1, RANK_BLOCK, CHANNELS)
-    at = [p for p,_ in image.pieces.ranks].index(path)
-    rank, widths = image.pieces.ranks[at][1], image.pieces.widths[at]
-    def read(part):
-        n, blocks = _ceil(widths[part], CHANNELS), range(_ceil(rank, RANK_BLOCK))
-        starts = (image.pieces.starts[path, block][part] for block in blocks)
-        rows = np.concatenate([tiles[s:s+n].swapaxes(0, 1).reshape(RANK_BLOCK, -1) for s in starts])
-        return rows[:rank, :widths[part]]
-    return read(0), read(1)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # [R, in] and [R, out] of the image's dtype; [R] float32
+    "One module's rank rows and their factors, read back; the slow way that says what is right."
+    pieces, tiles = image.pieces, image.pages.reshape(-1, RANK_BLOCK, CHANNELS)
+    at = [p for p,_ in pieces.ranks].index(path)
+    rank, widths = pieces.ranks[at][1], pieces.widths[at]
+    blocks = [(path, block) for block in range(_ceil(rank, RANK_BLOCK))]
+    def read(start, width): # the rows of one piece
+        words = np.ascontiguousarray(tiles[start:start + pieces.across(width), ..., None])
+        return words.view(image.dtype).transpose(1, 0, 3, 2).reshape(RANK_BLOCK, -1)[:, :width]
+    a, b = (np.concatenate([read(pieces.starts[k][part], widths[part]) for k in blocks])[:rank] for part in (0, 1))
+    order = list(pieces.starts)
+    return a, b, np.concatenate([image.scale[order.index(k)] for k in blocks])[:rank]

@@ -27,7 +27,6 @@ UNSERVED = dict(
     trainable_token_indices='it replaces rows of the embedding',
     target_parameters='it adapts bare parameters instead of linear modules',
     layer_replication='it builds a deeper base out of repeated layers',
-    alora_invocation_tokens='activated LoRA begins in the middle of a prompt',
     arrow_config='Arrow mixes several adapters by token',
     use_qalora='QALoRA pools the input before A',
     use_bdlora='BD-LoRA stores block-diagonal factors',
@@ -50,6 +49,7 @@ class LoraSettings:
     layers_pattern: tuple[str, ...] = () # regexes for what precedes the layer's number; () for anything
     starts_at_zero: bool = True # a module without tensors adds nothing in PEFT; False: it adds random numbers
     ensure_weight_tying: bool = False # head and embedding share one pair on a tied base
+    alora_invocation_tokens: tuple[int, ...] = () # acts only from these tokens on, arXiv:2504.12397; () for everywhere
 
 _KNOWN = NO_EFFECT | UNSERVED.keys() | (vars(LoraSettings()).keys() - {'starts_at_zero'})
 _KNOWN |= {'peft_type', 'task_type', 'bias', 'init_lora_weights'}
@@ -157,6 +157,11 @@ def _layers(raw:dict) -> dict:
     patterns = [patterns] if isinstance(patterns, str) else _name_list('layers_pattern', patterns)
     return dict(layers_to_transform=tuple(only), layers_pattern=tuple(_regex('layers_pattern', p, _LAYER) for p in patterns))
 
+# %% ../nbs/01a_lora_config.ipynb #d4746569
+def _invocation(value) -> tuple[int, ...]:
+    if isinstance(value or [], list) and all(type(t) is int and t >= 0 for t in value or []): return tuple(value or ())
+    raise _bad('alora_invocation_tokens', value, 'it must be a list of token ids')
+
 # %% ../nbs/01a_lora_config.ipynb #4f64ed86
 def _starts_at_zero(value) -> bool:
     kind = value.lower() if isinstance(value, str) else value
@@ -197,4 +202,5 @@ def check_adapter_config(
         target_modules=LoraSettings.target_modules if targets is None else _names_or_regex('target_modules', targets),
         exclude_modules=_names_or_regex('exclude_modules', raw.get('exclude_modules')), **_layers(raw),
         starts_at_zero=_starts_at_zero(raw.get('init_lora_weights', True)),
-        ensure_weight_tying=_flag('ensure_weight_tying', raw.get('ensure_weight_tying')))
+        ensure_weight_tying=_flag('ensure_weight_tying', raw.get('ensure_weight_tying')),
+        alora_invocation_tokens=_invocation(raw.get('alora_invocation_tokens')))

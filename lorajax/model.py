@@ -4,18 +4,22 @@
 
 # %% ../nbs/09_model.ipynb #db3c03ab
 from __future__ import annotations
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax import Array
 from . import ops
+from .attention import PagedKV, write_kv
 from .core import ModelConfig, module_shapes
+from .images import PageLayout
 from .ops import LoraGroup
 from .working_set import GROUPS
 
 # %% auto #0
-__all__ = ['Linear', 'RMSNorm', 'rope_frequencies', 'rotate', 'KV', 'Layer', 'Decoder', 'pack', 'random_tensors']
+__all__ = ['Linear', 'RMSNorm', 'rope_frequencies', 'rotate', 'Segment', 'split_tokens', 'join_tokens', 'Paged', 'WholeRows',
+           'Layer', 'Decoder', 'pack', 'random_tensors']
 
 # %% ../nbs/09_model.ipynb #d5928572
 class Linear(nnx.Module):
@@ -24,10 +28,9 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(weight)
         self.bias = None if bias is None else nnx.Param(bias)
 
-    def sum32(self, x, term=None): # [B, S, in], [B, S, out] float32 -> [B, S, out] float32
-        y = ops.dot(x.reshape(-1, x.shape[-1]), self.weight[...])
+    def sum32(self, x, term=None): # [T, in], [T, out] float32 -> [T, out] float32
+        y = ops.dot(x, self.weight[...])
         if self.bias is not None: y += self.bias[...][None].astype(jnp.float32)
-        y = y.reshape(*x.shape[:-1], -1)
         return y if term is None else y + term
 
     def __call__(self, x, term=None): return self.sum32(x, term).astype(x.dtype)
@@ -52,30 +55,58 @@ def rope_frequencies(c:ModelConfig) -> np.ndarray: # [C/2] float32 radians per p
     return (freq * (keep + (1 - keep) / s.factor)).astype(np.float32)
 
 def rotate(
-    x:Array, # [B, S, H, C]
-    cos:Array, # [B, S, C/2] float32
-    sin:Array, # [B, S, C/2] float32
-) -> Array: # [B, S, H, C]
+    x:Array, # [T, H, C]
+    cos:Array, # [T, C/2] float32
+    sin:Array, # [T, C/2] float32
+) -> Array: # [T, H, C]
     "Turn each head's channel pairs by the position's angles."
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
+    cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 # %% ../nbs/09_model.ipynb #44b70a5e
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class KV:
-    "Keys and values of all layers and rows."
-    k: Array # [L, B, N, K, C]
-    v: Array # [L, B, N, K, C]
+class Segment:
+    "Tokens of some rows, equally many a row."
+    tokens: Array # [B, S] int32 ids; -1 for the routing token of the row's adapter
+    positions: Array # [B, S] int32 of each token in its row; -1 for none
+    slots: Array # [B] int32 slot of each row's adapter; 0 for none
+    tables: Array|None = None # [B, n] int32 pages of each row's keys and values, in order
 
-    @staticmethod
-    def zeros(c:ModelConfig, rows:int, length:int, dtype): # length in positions
-        return KV(*(jnp.zeros((c.n_layers, rows, length, c.n_kv_heads, c.head_dim), dtype) for _ in 'kv'))
+def split_tokens(
+    x:Array, # [T, ...] of all segments' tokens
+    segments:Sequence[Segment],
+) -> list[Array]: # [B, S, ...] of each segment
+    "The rows' own parts of `x`."
+    parts = jnp.split(x, np.cumsum([s.tokens.size for s in segments])[:-1])
+    return [p.reshape(*s.tokens.shape, *x.shape[1:]) for p,s in zip(parts, segments)]
 
-    def write(self, layer, positions, k, v): # scalar, [B, S], [B, S, K, C] -> KV
-        at = (layer, jnp.arange(positions.shape[0])[:, None], positions)
-        return KV(self.k.at[at].set(k, mode='drop'), self.v.at[at].set(v, mode='drop'))
+def join_tokens(
+    parts:Sequence[Array], # [B, S, ...] of each segment
+) -> Array: # [T, ...]
+    "All segments' tokens, one after another."
+    return jnp.concatenate([p.reshape(-1, *p.shape[2:]) for p in parts])
+
+# %% ../nbs/09_model.ipynb #3e19f524
+@partial(jax.tree_util.register_dataclass, data_fields=['words'], meta_fields=['layout'])
+@dataclass(frozen=True)
+class Paged:
+    "Keys and values in the arena's pages."
+    words: Array # [P, words], the arena's buffer
+    layout: PageLayout
+
+    def attend(self, layer, window, s, q, k, v, backend): # [B, S, H or K, C] -> [B, S, H, C] float32, memory
+        kv = PagedKV(self.words, layer, s.tables, self.layout.block, *k.shape[2:])
+        kv = write_kv(kv, s.positions, k, v)
+        return ops.attend_pages(q, kv, s.positions, window, backend=backend), replace(self, words=kv.words)
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WholeRows:
+    "No memory: the tokens at hand are the rows' whole texts, from position 0."
+    def attend(self, layer, window, s, q, k, v, backend): # as for `Paged`
+        return ops.attend(q, k, v, s.positions, window, backend=backend), self
 
 # %% ../nbs/09_model.ipynb #ddc5f3a7
 class Layer(nnx.Module):
@@ -86,32 +117,35 @@ class Layer(nnx.Module):
         self.qkv, self.o, self.gate_up, self.down = (Linear(**w[m]) for m in ('qkv', 'o', 'gate_up', 'down'))
         if c.qk_norm: self.q_norm, self.k_norm = norm('q_norm'), norm('k_norm')
 
-    def attention(self, x, attend, rope, lora): # [B, S, D] -> [B, S, D]
-        c, (B, S, _) = self.c, x.shape
-        h = self.attn_norm(x)
-        qkv = self.qkv(h, lora('qkv', h)).reshape(B, S, c.n_heads + 2 * c.n_kv_heads, c.head_dim)
-        q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
+    def attention(self, x, attend, rope, lora): # [T, D] -> [T, D]
+        c, h = self.c, self.attn_norm(x)
+        qkv = self.qkv(h, lora('qkv', h)).reshape(len(x), c.n_heads + 2 * c.n_kv_heads, c.head_dim)
+        q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1)
         if c.qk_norm: q, k = self.q_norm(q), self.k_norm(k)
-        y = attend(rotate(q, *rope), rotate(k, *rope), v).astype(x.dtype).reshape(B, S, c.q_width)
+        y = attend(rotate(q, *rope), rotate(k, *rope), v).astype(x.dtype).reshape(len(x), c.q_width)
         return self.o(y, lora('o', y))
 
-    def mlp(self, x, lora): # [B, S, D] -> [B, S, D]
+    def mlp(self, x, lora): # [T, D] -> [T, D]
         h = self.mlp_norm(x)
         gate, up = jnp.split(self.gate_up.sum32(h, lora('gate_up', h)), 2, axis=-1)
         y = (jax.nn.silu(gate) * up).astype(x.dtype)
         return self.down(y, lora('down', y))
 
 # %% ../nbs/09_model.ipynb #aef5e6de
-def _lora_terms(groups, slots, backend):
-    "A function from a group's name and activations [B, S, in] to its terms side by side, [B, S, sum of out] float32."
+def _served(backend): return lambda x, g, slots, name, layer: ops.lora(x, g, slots, backend=backend)
+
+def _lora_terms(groups, segments, product, layer):
+    "A function from a group's name and activations [T, in] to its terms side by side, [T, sum of out] float32."
     def terms(name, x):
         if name not in groups: return None
-        return jnp.concatenate(ops.lora(x, groups[name], slots, backend=backend), axis=-1)
+        each = zip(segments, split_tokens(x, segments))
+        own = (product(rows, groups[name], s.slots, name, layer) for s,rows in each)
+        return join_tokens([jnp.concatenate(modules, axis=-1) for modules in own])
     return terms
 
 # %% ../nbs/09_model.ipynb #0b30e94b
 class Decoder(nnx.Module):
-    "A Llama-family decoder: tokens in, logits of one position per row out."
+    "A Llama-family decoder: tokens in, states out, and logits of the states that are wanted."
     def __init__(self, c:ModelConfig, w): # w: what each module is made of, by name, see `pack`
         self.c = c
         self.embed = nnx.Param(w['embed'])
@@ -121,49 +155,66 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens:Array, # [B, S] int32
-        positions:Array, # [B, S] int32 of each token in its row
-        last:Array, # [B] int32 index into S whose logits are wanted
-        kv:KV, # what the rows have so far
-        slots:Array, # [B] int32 slot of each row; 0 for none
+        segments:Sequence[Segment], # the step's tokens
+        memory, # what the rows have so far: `Paged` or `WholeRows`
         groups:dict[str, LoraGroup], # the adapters in the batch, see `working_set`
-        length:int|None=None, # positions that attention looks at; none may be beyond; None for all of kv
-        backend:str|None=None, # for `ops.lora` and `ops.attend`
-    ) -> tuple[Array, KV]: # [B, V] float32 logits; kv with the tokens' keys and values in it
-        "One step: write the tokens' keys and values, attend, and score the next token of each row."
-        angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.c)[None, None]
-        x = self._embed(tokens, groups.get('embed'), slots)
-        x, kv = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), positions, kv, slots, groups, length, backend)
-        h = self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1))
-        head = self.head or Linear(self.embed[...])
-        return head.sum32(h, _lora_terms(groups, slots, backend)('head', h))[:, 0], kv
+        backend:str|None=None, # for `ops`
+        routing:Array|None=None, # [slots, D] the adapters' learned embeddings of token -1
+        product:Callable|None=None, # in place of `ops.lora`; takes the group's name and the layer's number too
+        remat:bool=False, # compute each layer again in a backward pass instead of keeping what it needs
+    ) -> tuple[list[Array], Paged|WholeRows]: # states [B, S, D] of each segment; memory with the tokens in it
+        "Run all tokens through the layers."
+        positions = join_tokens([s.positions for s in segments])
+        angles = positions[:, None].astype(jnp.float32) * rope_frequencies(self.c)[None]
+        x = join_tokens([self._embed(s, groups.get('embed'), routing) for s in segments])
+        x, memory = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), segments, memory, groups, backend,
+                                 product or _served(backend), remat)
+        return split_tokens(x, segments), memory
 
-    def _embed(self, tokens, group, slots):
-        x = self.embed[...][tokens]
-        if group is None: return x
-        mine = group.owner[None, None] == slots[:, None, None]
-        h = group.a[tokens].astype(jnp.float32) * group.scale[None, None]
-        h = jnp.where(mine, h, 0.).astype(x.dtype)
-        term = jnp.einsum('bsr,rd->bsd', h, group.bs[0], preferred_element_type=jnp.float32)
-        return (x.astype(jnp.float32) + term).astype(x.dtype)
+    def score(
+        self,
+        states:Array, # [N, D] of the tokens to score
+        slots:Array, # [N] int32 slot of each
+        groups:dict[str, LoraGroup], # as for the call
+        backend:str|None=None, # for `ops`
+        product:Callable|None=None, # as for the call
+    ) -> Array: # [N, V] float32
+        "The logits of what follows each state."
+        h, head = self.norm(states), self.head or Linear(self.embed[...])
+        alone = Segment(jnp.zeros((len(h), 1), jnp.int32), jnp.zeros((len(h), 1), jnp.int32), slots)
+        return head.sum32(h, _lora_terms(groups, [alone], product or _served(backend), 0)('head', h))
 
-    def _layers(self, x, rope, positions, kv, slots, groups, length, backend):
+    def _embed(self, s, group, routing):
+        x = self.embed[...][jnp.maximum(s.tokens, 0)]
+        if group is not None:
+            mine = group.owner[None, None] == s.slots[:, None, None]
+            h = group.a[jnp.maximum(s.tokens, 0)].astype(jnp.float32) * group.scale[None, None]
+            h = jnp.where(mine, h, 0.).astype(x.dtype)
+            term = jnp.einsum('bsr,rd->bsd', h, group.bs[0], preferred_element_type=jnp.float32)
+            x = (x.astype(jnp.float32) + term).astype(x.dtype)
+        return x if routing is None else jnp.where(s.tokens[..., None] < 0, routing[s.slots][:, None], x)
+
+    def _layers(self, x, rope, segments, memory, groups, backend, product, remat):
         graph, layers = nnx.split(self.layers)
         stacked = {g: dict(a=groups[g].a, bs=groups[g].bs, scale=groups[g].scale) for g in GROUPS if g in groups}
         windows = jnp.array([self.c.window(i) for i in range(self.c.n_layers)], jnp.int32)
         def body(carry, xs):
-            x, kv = carry
+            x, memory = carry
             i, window, weights, rows = xs
-            def attend(q, k, v):
-                nonlocal kv
-                kv = kv.write(i, positions, k, v)
-                return ops.attend(q, kv.k[i, :, :length], kv.v[i, :, :length], positions, window, backend=backend)
+            def attend(*qkv):
+                nonlocal memory
+                found = []
+                for s, *own in zip(segments, *(split_tokens(m, segments) for m in qkv)):
+                    y, memory = memory.attend(i, window, s, *own, backend)
+                    found.append(y)
+                return join_tokens(found)
             layer = nnx.merge(graph, weights)
-            lora = _lora_terms({g: replace(groups[g], **own) for g,own in rows.items()}, slots, backend)
+            lora = _lora_terms({g: replace(groups[g], **own) for g,own in rows.items()}, segments, product, i)
             x += layer.attention(x, attend, rope, lora)
             x += layer.mlp(x, lora)
-            return (x, kv), None
-        return jax.lax.scan(body, (x, kv), (jnp.arange(self.c.n_layers), windows, layers, stacked))[0]
+            return (x, memory), None
+        body = jax.checkpoint(body) if remat else body
+        return jax.lax.scan(body, (x, memory), (jnp.arange(self.c.n_layers), windows, layers, stacked))[0]
 
 # %% ../nbs/09_model.ipynb #76cf7351
 def _joined(c): # (module, part) -> the tensors of a layer that lie one after another in it

@@ -4,17 +4,22 @@
 
 # %% ../nbs/04_ops.ipynb #122da318
 from __future__ import annotations
+import os
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Callable, NamedTuple
 import jax, jax.numpy as jnp
 from jax import Array
-from .core import Refused
+from .core import Refused, quoted
+from .attention import PagedKV, attend_paged_xla, rows_kv
+from .kernels import PagedGroup, TokenTiles, device, lora_pallas, paged_rows
 from .ref import lora_ref, attend_ref
 
 # %% auto #0
-__all__ = ['BACKENDS', 'LoraGroup', 'dot', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla', 'attend_xla_decode',
-           'Backend', 'check_backend', 'choose', 'lora', 'attend']
+__all__ = ['BACKENDS', 'TRACED', 'LoraGroup', 'in_one_piece', 'dot', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla',
+           'attend_pages_ref', 'Backend', 'check_backend', 'choose', 'lora', 'attend', 'attend_pages']
 
 # %% ../nbs/04_ops.ipynb #91dc0ba1
 @jax.tree_util.register_dataclass
@@ -26,6 +31,20 @@ class LoraGroup:
     scale: Array # [R] float32 factor of each row: a weight in a sum, say; alpha/r is in `bs` already
     owner: Array # [R] int32 slot of each rank row; -1 for padding
     rows: tuple[Array, ...] # m times [slots, M_m] int32, a slot's rows of `bs[m]`, filled up with R_m; slot 0 has none
+
+# %% ../nbs/04_ops.ipynb #f17aee95
+def in_one_piece(
+    g:LoraGroup|PagedGroup,
+    n_in:int, # width of the input
+) -> LoraGroup: # of one layer
+    "The group's rank rows, one after another."
+    if isinstance(g, LoraGroup): return g
+    def mine(first, owner): # [slots, N·8]
+        at = first[:-1, None] * 8 + jnp.arange(len(owner), dtype=jnp.int32)[None]
+        return jnp.where(at < first[1:, None] * 8, at, len(owner))
+    a, bs, scale, owner = zip(*paged_rows(g, n_in))
+    a, scale, owners = map(jnp.concatenate, (a, scale, owner))
+    return LoraGroup(a, bs, scale, owners, tuple(map(mine, g.first, owner)))
 
 # %% ../nbs/04_ops.ipynb #e9fde734
 def dot(
@@ -93,50 +112,58 @@ def attend_xla(
     return jnp.einsum('bkgsn,bnkc->bskgc', weights, v, preferred_element_type=jnp.float32).reshape(B, S, H, C)
 
 # %% ../nbs/04_ops.ipynb #e90e8465
-def attend_xla_decode(
-    q:Array, # [B, 1, H, C] queries, already rotated
-    k:Array, # [B, N, K, C] keys; index n holds position n of the row
-    v:Array, # [B, N, K, C] values
-    positions:Array, # [B, 1] int32 position of each query
+def attend_pages_ref(
+    q:Array, # [B, S, H, C] queries, already rotated
+    kv:PagedKV, # with the queries' own keys and values in it
+    positions:Array, # [B, S] int32 position of each query; -1 for one that isn't there
     window:int|Array, # how many positions a query sees, its own included
-) -> Array: # [B, 1, H, C] float32
-    "Softmax attention of one query per row, as two products per row over all heads' channels."
-    (B, _, H, C), (N, K) = q.shape, k.shape[1:3]
-    own = jnp.repeat(jnp.eye(K, dtype=bool), H // K, axis=0)[None, :, :, None] # [1, H, K, 1] whose head is whose
-    wide = jnp.where(own, q[:, 0, :, None], 0).reshape(B, H, K * C)
-    scores = jnp.einsum('bhc,bnc->bhn', wide, k.reshape(B, N, K * C), preferred_element_type=jnp.float32) * C ** -0.5
-    n, p = jnp.arange(N)[None], positions
-    seen = (n <= p) & (n > p - window)
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
-    y = jnp.einsum('bhn,bnc->bhc', weights, v.reshape(B, N, K * C), preferred_element_type=jnp.float32)
-    return jnp.where(own, y.reshape(B, H, K, C), 0.).sum(axis=2)[:, None]
+) -> Array: # [B, S, H, C] float32; zeros for a query that isn't there
+    "`attend_ref` over gathered pages."
+    k, v = (jnp.nan_to_num(m) for m in rows_kv(kv, q.dtype)) # what was never written may be anything
+    y = attend_ref(q, k, v, jnp.maximum(positions, 0), window)
+    return jnp.where(positions[:, :, None, None] < 0, 0., y)
 
 # %% ../nbs/04_ops.ipynb #a8158854
 class Backend(NamedTuple):
     "One implementation of an operation."
     run: Callable # takes the operation's arrays
     why_not: Callable # takes the same arrays; None, or a sentence that says why this one can't
+    by_name: bool = False # never chosen unless asked for
 
 def _can(*arrays): return None
 
 def _same_dtype(x, g, slots):
-    if x.dtype == g.a.dtype: return None
-    return f'the activations are {x.dtype} and the adapters {g.a.dtype}; this product wants one dtype'
+    dtype = g.dtype if isinstance(g, PagedGroup) else g.a.dtype
+    if x.dtype == dtype: return None
+    return f'the activations are {x.dtype} and the adapters {dtype}; this product wants one dtype'
+
+def _paged(x, g, slots):
+    if not isinstance(g, PagedGroup): return 'the rank rows are in one piece; this kernel reads them from pages'
+    return _same_dtype(x, g, slots)
+
+def _on_cuda(x, g, slots):
+    if (platform := device()[0]) == 'gpu': return _paged(x, g, slots)
+    return f'the device is a {platform}; this kernel wants a CUDA GPU (pallas-interpret runs anywhere, slowly)'
 
 def _one_token(x, g, slots):
     if x.shape[1] != 1: return f'there are {x.shape[1]} tokens a row; this form takes one'
     return _same_dtype(x, g, slots)
 
-def _one_query(q, k, v, positions, window):
-    if q.shape[1] != 1: return f'there are {q.shape[1]} queries a row; this form takes one'
+def _on_rows(run):
+    "`run`, with rank rows in one piece and a slot for each row, whatever comes."
+    rows = lambda slots: slots.rows if isinstance(slots, TokenTiles) else slots
+    return lambda x, g, slots: run(x, in_one_piece(g, x.shape[2]), rows(slots))
 
 BACKENDS = {
-    'lora': {'xla-decode': Backend(lora_xla_decode, _one_token),
-             'xla': Backend(lora_xla, _same_dtype),
-             'ref': Backend(lora_each, _can)},
-    'attend': {'xla-decode': Backend(attend_xla_decode, _one_query),
-               'xla': Backend(attend_xla, _can),
+    'lora': {'pallas': Backend(lora_pallas, _on_cuda),
+             'pallas-interpret': Backend(partial(lora_pallas, interpret=True), _paged, by_name=True),
+             'xla-decode': Backend(_on_rows(lora_xla_decode), _one_token),
+             'xla': Backend(_on_rows(lora_xla), _same_dtype),
+             'ref': Backend(_on_rows(lora_each), _can)},
+    'attend': {'xla': Backend(attend_xla, _can),
                'ref': Backend(attend_ref, _can)},
+    'attend_pages': {'xla': Backend(attend_paged_xla, _can),
+                     'ref': Backend(attend_pages_ref, _can)},
 }
 
 # %% ../nbs/04_ops.ipynb #df3e56f6
@@ -147,31 +174,47 @@ def check_backend(
     if name in (None, 'xla', 'ref'): return
     raise Refused(f'there is no backend {name!r} for a whole model; choose xla or ref, or leave it out')
 
+def _from_environment(op):
+    "What `LORAJAX_BACKEND` asks for."
+    text = os.environ.get('LORAJAX_BACKEND', '')
+    asked = dict(part.split('=', 1) if '=' in part else ('every', part) for part in text.split(',') if part)
+    if unknown := asked.keys() - BACKENDS.keys() - {'every'}:
+        raise Refused(f'LORAJAX_BACKEND={quoted(text)} names an operation {min(unknown)!r}; '
+                      f'there are {", ".join(BACKENDS)}')
+    return asked.get(op, asked.get('every'))
+
 def choose(
-    op:str, # 'lora' or 'attend'
+    op:str, # a key of `BACKENDS`
     *arrays, # the operation's arguments, or anything with their shapes and dtypes
-    backend:str|None=None, # a name in `BACKENDS[op]`; None takes the first that can
+    backend:str|None=None, # a name in `BACKENDS[op]`; None asks `LORAJAX_BACKEND`, else takes the first that can
 ) -> str: # the name of the implementation that will run
     "The implementation for these arrays; raises `Refused` with the reason when it can't be the one asked for."
-    table = BACKENDS[op]
-    if backend is not None and backend not in table:
-        raise Refused(f'there is no backend {backend!r} for {op}; choose one of {", ".join(table)}')
+    table, asked = BACKENDS[op], backend or _from_environment(op)
+    if asked is not None and asked not in table:
+        raise Refused(f'there is no backend {asked!r} for {op}; choose one of {", ".join(table)}')
     reasons = {}
-    for name in ([backend] if backend else table):
+    for name in ([asked] if asked else (n for n,b in table.items() if not b.by_name)):
         if (reason := table[name].why_not(*arrays)) is None: return name
         reasons[name] = reason
     raise Refused(f'no backend for {op}: ' + '; '.join(f'{n}: {r}' for n,r in reasons.items()))
 
 # %% ../nbs/04_ops.ipynb #60ed414e
+TRACED = Counter() # (operation, implementation) -> how often a program took it in
+
+def _run(op, *arrays, backend):
+    name = choose(op, *arrays, backend=backend)
+    TRACED[op, name] += 1
+    return BACKENDS[op][name].run(*arrays)
+
 def lora(
     x:Array, # [B, S, in] tokens of each row
-    g:LoraGroup, # rank rows of the modules that share the input, of one layer
-    slots:Array, # [B] int32 slot of each row; 0 for none
+    g:LoraGroup|PagedGroup, # rank rows of the modules that share the input, of one layer
+    slots:Array|TokenTiles, # [B] int32 slot of each row, 0 for none; or what `kernels.tiles_for` makes of them
     *,
     backend:str|None=None, # a name in `BACKENDS['lora']`
 ) -> tuple[Array, ...]: # m times [B, S, out_m] float32, to be added to the base's outputs
     "The LoRA terms of the modules that share the input `x`."
-    return BACKENDS['lora'][choose('lora', x, g, slots, backend=backend)].run(x, g, slots)
+    return _run('lora', x, g, slots, backend=backend)
 
 def attend(
     q:Array, # [B, S, H, C] queries, already rotated
@@ -183,5 +226,15 @@ def attend(
     backend:str|None=None, # a name in `BACKENDS['attend']`
 ) -> Array: # [B, S, H, C] float32
     "Softmax attention of every query over its own row's past."
-    arrays = (q, k, v, positions, window)
-    return BACKENDS['attend'][choose('attend', *arrays, backend=backend)].run(*arrays)
+    return _run('attend', q, k, v, positions, window, backend=backend)
+
+def attend_pages(
+    q:Array, # [B, S, H, C] queries, already rotated
+    kv:PagedKV, # with the queries' own keys and values in it
+    positions:Array, # [B, S] int32 position of each query; -1 for one that isn't there
+    window:int|Array, # how many positions a query sees, its own included
+    *,
+    backend:str|None=None, # a name in `BACKENDS['attend_pages']`
+) -> Array: # [B, S, H, C] float32; zeros for a query that isn't there
+    "The same, with each row's past in its pages."
+    return _run('attend_pages', q, kv, positions, window, backend=backend)

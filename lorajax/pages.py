@@ -115,7 +115,7 @@ def _count(n): return f'{n} page' + 's' * (n != 1)
 
 def _check_room(pages:Pages, key:Hashable, n:int, parts:Sequence[Holding]):
     "Raises if `n` pages can't be had while `parts` stay."
-    room = pages.available - _pages_behind(parts, lambda h: not h.pins)
+    room = pages.room(h.key for h in parts)
     if n <= room: return
     least = n + _pages_behind(parts, lambda h: True)
     if least > pages.capacity:
@@ -146,6 +146,17 @@ def _take(pages, key, n, tenant, cost, parts):
     pages.holdings[key] = h
     return h.pages, evicted
 
+def _rename(pages, key, new, parts):
+    "See `Pages.rename`."
+    h, parts = _usable(pages, key), tuple(_usable(pages, part) for part in parts)
+    alone = h.uses and not h.parts and not h.dependents
+    assert alone and new not in pages.holdings, \
+        f'{key!r} cannot become {new!r}: it must be in use, without parts and dependents, and the new key free'
+    _pin(pages, parts)
+    for part in parts: part.dependents += 1
+    del pages.holdings[key]
+    pages.holdings[new], h.key, h.parts = h, new, parts
+
 # %% ../nbs/05_pages.ipynb #7b18c7d7
 class Pages:
     "A pool of equal pages, and what they hold. One thread makes all calls."
@@ -163,6 +174,10 @@ class Pages:
     def _repr_svg_(self): return page_map(self)
     def check(self): _check(self)
 
+    def room(self, kept:Iterable[Hashable]=()) -> int: # kept: keys of what is held, in use or idle
+        "Pages that could be had if `kept` and all that it depends on must stay."
+        return self.available - _pages_behind((self.holdings[key] for key in kept), lambda h: not h.pins)
+
     def take(self,
         key:Hashable, # of the new holding
         n:int, # pages that it needs
@@ -178,6 +193,10 @@ class Pages:
         h = _usable(self, key)
         h.uses += 1
         _pin(self, [h])
+
+    def rename(self, key:Hashable, new:Hashable, parts:Sequence[Hashable]=()): # parts: keys of what it now depends on
+        "Something in use, which stood alone so far, gets the key that it is to be found by from now on."
+        _rename(self, key, new, parts)
 
     def done(self, key:Hashable) -> list[Hashable]: # keys that left
         "A running request has ended its use of `key`."

@@ -16,7 +16,7 @@ from .core import EMBEDDING, HEAD, ModelConfig, Refused, module_shapes, quoted, 
 from .lora_config import CONFIG_FILE, LoraSettings, adapts, check_adapter_config, idle_patterns, rank_at, scale_at
 
 # %% auto #0
-__all__ = ['WEIGHTS_FILE', 'place_keys', 'load_adapter', 'peft_config', 'save_adapter']
+__all__ = ['WEIGHTS_FILE', 'ROUTING_FILE', 'place_keys', 'load_adapter', 'peft_config', 'save_adapter']
 
 # %% ../nbs/01b_peft.ipynb #7fab46cf
 WEIGHTS_FILE = 'adapter_model.safetensors'
@@ -149,6 +149,27 @@ def _check_targets(pairs:Mapping, s:LoraSettings, config:ModelConfig) -> list[st
         raise Refused(f'{WEIGHTS_FILE}: no tensors for {missing[0]}, which PEFT would fill with random numbers; save it whole')
     return [f'{len(missing)} targeted modules have no tensors and add nothing, the first of them {missing[0]}'] if missing else []
 
+# %% ../nbs/01b_peft.ipynb #26eb56e9
+ROUTING_FILE = 'routing_token.safetensors'
+
+def _check_invocation(invocation:tuple[int, ...], pairs:Mapping, config:ModelConfig):
+    what = f'{CONFIG_FILE}: alora_invocation_tokens={quoted(list(invocation))}'
+    if any(t >= config.vocab_size for t in invocation):
+        raise Refused(f'{what}; the base has only {config.vocab_size} tokens; load it on the base it was trained on')
+    if invocation and EMBEDDING in pairs:
+        raise Refused(f'{what}; an activated adapter on the embedding is not served; train it on linear modules')
+
+def _read_routing(folder:Path, invocation:tuple[int, ...], config:ModelConfig) -> np.ndarray|None: # [D] float32
+    file = folder / ROUTING_FILE
+    if not file.exists(): return None
+    if invocation: raise Refused(f'{ROUTING_FILE}: an activated adapter has no place for a routing token; delete one of them')
+    try:
+        with safe_open(file, framework='numpy') as f: token = f.get_tensor('routing_token').astype(np.float32)
+    except (SafetensorError, OSError, TypeError) as e:
+        raise Refused(f'{ROUTING_FILE}: no readable routing_token ({e}); train or save it again') from None
+    if token.shape == (config.width,) and np.isfinite(token).all(): return token
+    raise Refused(f'{ROUTING_FILE}: it must hold {config.width} finite numbers; load it on the base it was trained on')
+
 # %% ../nbs/01b_peft.ipynb #5e21e6f3
 def load_adapter(
     path: str | os.PathLike, # the directory that PEFT saved
@@ -167,9 +188,11 @@ def load_adapter(
             notes = _check_targets(pairs, s, config) + idle_patterns(s, pairs)
             _check_copies(f, placed, config, base_tensor)
         _check_tokens(folder, config)
+        _check_invocation(s.alora_invocation_tokens, pairs, config)
+        routing = _read_routing(folder, s.alora_invocation_tokens, config)
     except Refused as e: raise Refused(f'adapter {name!r}: {e}') from None
     if any(kind == 'training' for _,kind in placed): notes.append('tensors that only training uses were left out')
-    return Adapter(name, pairs, tuple(notes))
+    return Adapter(name, pairs, tuple(notes), s.alora_invocation_tokens, routing)
 
 # %% ../nbs/01b_peft.ipynb #760bd2c2
 def _alpha_for(scale:float, divisor:float) -> float|None: # the alpha with alpha / divisor == scale, an integer if one will do
@@ -180,6 +203,7 @@ def _alpha_for(scale:float, divisor:float) -> float|None: # the alpha with alpha
 def peft_config(
     modules: Mapping[str, LoraPair], # dotted path -> pair
     base_name: str | None = None, # goes into base_model_name_or_path
+    invocation: tuple[int, ...] = (), # see `Adapter`
 ) -> dict: # adapter_config.json
     "The config from which PEFT derives exactly these modules, ranks and scales."
     divisor = {False: lambda rank: rank, True: math.sqrt} # by use_rslora
@@ -190,6 +214,7 @@ def peft_config(
     only = lambda path: f'^{re.escape(path)}'
     return dict(peft_type='LORA', task_type='CAUSAL_LM', base_model_name_or_path=base_name, inference_mode=True, bias='none',
                 r=r, lora_alpha=alpha, use_rslora=rslora, target_modules=list(modules),
+                **(dict(alora_invocation_tokens=list(invocation)) if invocation else {}),
                 rank_pattern={only(path): p.rank for path,p in modules.items() if p.rank != r},
                 alpha_pattern={only(path): a for path,a in alphas.items() if a != alpha})
 
@@ -208,13 +233,14 @@ def save_adapter(
             key = f'base_model.model.{module}.' + ('lora_embedding_{}' if module == EMBEDDING else 'lora_{}.weight')
             _check_range(keys := [key.format(part) for part in 'AB'], pair)
             tensors |= zip(keys, map(np.ascontiguousarray, (pair.a, pair.b)))
-        check_adapter_config(config := peft_config(adapter.modules, base_name))
+        check_adapter_config(config := peft_config(adapter.modules, base_name, adapter.invocation))
     except Refused as e: raise Refused(f'adapter {adapter.name!r}: {e}') from None
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f'.{path.name}.{secrets.token_hex(4)}'
     unfinished.mkdir()
     try:
         save_file(tensors, unfinished / WEIGHTS_FILE, metadata=dict(format='pt'))
+        if adapter.routing is not None: save_file({'routing_token': adapter.routing}, unfinished / ROUTING_FILE)
         (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', 'utf-8')
         unfinished.rename(path)
     except BaseException: shutil.rmtree(unfinished, ignore_errors=True); raise

@@ -10,33 +10,45 @@ from functools import lru_cache, partial
 import jax, jax.numpy as jnp, numpy as np
 from jax import Array
 from .arena import Residents, tile_view
-from .core import EMBEDDING, HEAD, LAYER_MODULES, Refused, module_shapes
+from .core import EMBEDDING, HEAD, LAYER_MODULES, ModelConfig, Refused, module_shapes
 from .images import CHANNELS, RANK_BLOCK, PageLayout, Pieces
 from .ops import LoraGroup
 from .working_set import GROUPS
 
 # %% auto #0
-__all__ = ['image_tiles', 'arena_tiles', 'ModulePlan', 'plan_rows', 'fetch_rows']
+__all__ = ['OUTSIDE', 'module_paths', 'image_tiles', 'arena_tiles', 'ModulePlan', 'plan_rows', 'renew', 'RowBuffers',
+           'fetch_rows']
 
 # %% ../nbs/07a_rows.ipynb #909b0dcf
-def _paths(config, module): # of a module in every layer
-    return [f'model.layers.{i}.{LAYER_MODULES[module]}.{module}' for i in range(config.n_layers)]
+OUTSIDE = dict(embed=EMBEDDING, head=HEAD) # the groups outside the layers, of one module each
+
+def module_paths(
+    config:ModelConfig,
+    group:str, # a key of `GROUPS` or `OUTSIDE`
+) -> list[tuple[str, ...]]: # for each module of the group, its dotted paths in all layers
+    "Where a group's modules are."
+    if group in OUTSIDE: return [(OUTSIDE[group],)]
+    in_layers = lambda m: tuple(f'model.layers.{i}.{LAYER_MODULES[m]}.{m}' for i in range(config.n_layers))
+    return [in_layers(m) for m in GROUPS[group]]
 
 @lru_cache(maxsize=4096)
 def image_tiles(
     pieces:Pieces, # of a version
     paths:tuple[str, ...], # one module in all layers
     widths:tuple[int, int], # its input and output width
-) -> tuple[np.ndarray, np.ndarray]: # [L, blocks, tiles of A] and [L, blocks, tiles of B] int32, -1 for none
-    "The tiles of one module within an image."
-    ranks = dict(pieces.ranks)
+) -> tuple[np.ndarray, ...]: # tiles of A [L, blocks, tiles] and of B, place in `Image.scale` [L, blocks]; -1 for none
+    "One module's part of an image."
+    layers, ranks = {p: i for i,p in enumerate(paths)}, dict(pieces.ranks)
     blocks = max((-(-ranks[p] // RANK_BLOCK) for p in paths if p in ranks), default=0)
-    found = [np.full((len(paths), blocks, -(-width // CHANNELS)), -1, np.int32) for width in widths]
-    for (path, block), starts in pieces.starts.items():
-        if path not in paths: continue
-        for tiles, start in zip(found, starts): tiles[paths.index(path), block] = start + np.arange(tiles.shape[2])
-    return tuple(found)
+    a, b = (np.full((len(paths), blocks, pieces.across(width)), -1, np.int32) for width in widths)
+    place = np.full((len(paths), blocks), -1, np.int32)
+    for n, ((path, block), starts) in enumerate(pieces.starts.items()):
+        if path not in layers: continue
+        place[layers[path], block] = n
+        for tiles, start in zip((a, b), starts): tiles[layers[path], block] = start + np.arange(tiles.shape[2])
+    return a, b, place
 
+# %% ../nbs/07a_rows.ipynb #9f4cf527
 def arena_tiles(
     tiles:np.ndarray, # within an image, -1 for none
     pages:Sequence[int], # of the image, in order
@@ -47,79 +59,175 @@ def arena_tiles(
     return np.where(tiles < 0, -1, at).astype(np.int32)
 
 # %% ../nbs/07a_rows.ipynb #5ca565b1
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModulePlan:
-    "Where one module's rank rows come from; `N` is the capacity in rank blocks."
-    a: np.ndarray # [L, N, tiles] int32 into the arena's tiles, -1 for none
+    "Where one module's rank rows come from; `N` is the capacity in rank blocks. Outside the layers, L is 1."
+    a: np.ndarray # [L, N, tiles] int32 into the arena's tiles, -1 for none; an int8 block uses the first of them only
     b: np.ndarray # [L, N, tiles] int32
-    scale: np.ndarray # [N·8] float32 weight of each rank row
-    owner: np.ndarray # [N·8] int32 slot of each rank row, -1 for none
-    rows: np.ndarray # [slots, N·8] int32 rows of each slot, filled up with N·8
+    scale: np.ndarray # [L, N·8] float32 factor of each rank row
+    packed: np.ndarray # [N] whether the block is int8
+    first: np.ndarray # [slots+1] int32; slot s has blocks first[s] to first[s+1], and slot 0 none
+    blocks: tuple[tuple[str, int]|None, ...] # (version, its rank block) of each of the N; None for none
 
-def _plan_module(residents, versions, paths, widths, capacity, n_slots):
-    L, rows = len(paths), capacity * RANK_BLOCK
-    a, b = (np.full((L, capacity, -(-width // CHANNELS)), -1, np.int32) for width in widths)
-    scale, owner = np.ones(rows, np.float32), np.full(rows, -1, np.int32)
-    of_slot = np.full((n_slots + 1, rows), rows, np.int32)
-    at = 0
-    for slot, version in enumerate(versions, 1):
-        first = at
-        for part, weight in residents.recipe(version):
-            tiles = image_tiles(residents.store.folder.known[part].pieces, paths, widths)
-            end = at + tiles[0].shape[1]
-            if end > capacity:
-                raise Refused(f'the batch needs more than {capacity} rank blocks of {paths[0].split(".")[-1]}; '
-                              'run fewer adapters at once')
-            for plan, own in zip((a, b), tiles):
-                plan[:, at:end] = arena_tiles(own, residents.tables[part], residents.arena.layout.tiles)
-            mine = slice(at * RANK_BLOCK, end * RANK_BLOCK)
-            scale[mine], owner[mine] = weight, slot
-            at = end
-        of_slot[slot, :(at - first) * RANK_BLOCK] = np.arange(first * RANK_BLOCK, at * RANK_BLOCK)
-    return ModulePlan(a, b, scale, owner, of_slot)
+    @property
+    def owner(self): # [N·8] int32 slot of each rank row, -1 for none
+        slots = np.repeat(np.arange(len(self.first) - 1, dtype=np.int32), np.diff(self.first))
+        return np.repeat(np.pad(slots, (0, len(self.packed) - len(slots)), constant_values=-1), RANK_BLOCK)
+
+    @property
+    def rows(self): # [slots, N·8] int32 rows of each slot, filled up with N·8
+        at = np.arange(len(self.packed) * RANK_BLOCK, dtype=np.int32)[None] + self.first[:-1, None] * RANK_BLOCK
+        return np.where(at < self.first[1:, None] * RANK_BLOCK, at, at.shape[1]).astype(np.int32)
 
 # %% ../nbs/07a_rows.ipynb #931310c8
+def _plan_module(residents, versions, paths, widths, capacity, n_slots):
+    a, b = (np.full((len(paths), capacity, -(-width // CHANNELS)), -1, np.int32) for width in widths)
+    scale, packed = np.zeros((len(paths), capacity, RANK_BLOCK), np.float32), np.zeros(capacity, bool)
+    first, blocks = np.zeros(n_slots + 2, np.int32), []
+    for slot, version in enumerate(versions, 1):
+        for part, weight in residents.recipe(version):
+            known, start = residents.known[part], len(blocks)
+            *tiles, place = image_tiles(known.pieces, paths, widths)
+            blocks += [(part, i) for i in range(place.shape[1])]
+            if len(blocks) > capacity:
+                raise Refused(f'the batch needs more than {capacity} rank blocks of {paths[0].split(".")[-1]}; '
+                              'run fewer adapters at once')
+            mine = slice(start, len(blocks))
+            for plan, own in zip((a, b), tiles):
+                plan[:, mine, :own.shape[2]] = arena_tiles(own, residents.tables[part], residents.arena.layout.tiles)
+            scale[:, mine] = np.where(place[..., None] < 0, 0, known.scale[place] * np.float32(weight))
+            packed[mine] = known.pieces.per_word > 1
+        first[slot + 1:] = len(blocks)
+    blocks += [None] * (capacity - len(blocks))
+    return ModulePlan(a, b, scale.reshape(len(paths), -1), packed, first, tuple(blocks))
+
+# %% ../nbs/07a_rows.ipynb #5ba5eeff
 def plan_rows(
     residents:Residents, # has all versions on the device
     versions:Sequence[str], # version i gets slot i+1
-    capacity:int, # rank blocks per module that the arrays have room for
+    capacity:int, # rank blocks per module of the layers that the arrays have room for
     n_slots:int, # most versions in a batch
-) -> dict[str, tuple[ModulePlan, ...]]: # group -> one plan a module
+    outside:int=0, # rank blocks for the embedding, and for the head; 0 plans neither
+) -> dict[str, tuple[ModulePlan, ...]]: # group -> one plan a module; keys of `GROUPS`, with `outside` of `OUTSIDE` too
     "Where the rank rows of a batch are."
-    config = residents.arena.layout.config
-    shapes = module_shapes(config)
-    parts = [part for v in versions for part,_ in residents.recipe(v)]
-    targets = (p for part in parts for p,_ in residents.store.folder.known[part].pieces.ranks)
-    if outside := [p for p in targets if p in (EMBEDDING, HEAD)]:
-        raise Refused(f'an adapter in the batch targets {outside[0]}, which is not fetched from pages yet; '
-                      'use working_set for it')
     assert len(versions) <= n_slots, f'{len(versions)} versions for {n_slots} slots'
-    def plan(module):
-        paths = tuple(_paths(config, module))
-        return _plan_module(residents, versions, paths, shapes[paths[0]], capacity, n_slots)
-    return {g: tuple(map(plan, modules)) for g,modules in GROUPS.items()}
+    config = residents.arena.layout.config
+    parts = {part for v in versions for part,_ in residents.recipe(v)}
+    targets = {path for part in parts for path,_ in residents.known[part].pieces.ranks}
+    if not outside and (found := targets & {EMBEDDING, HEAD}):
+        raise Refused(f'an adapter in the batch targets {min(found)}, for which no rank blocks are reserved; '
+                      'give `outside` its rank in blocks')
+    room = dict.fromkeys(GROUPS, capacity)
+    if outside: room |= dict.fromkeys(OUTSIDE, outside)
+    shapes = module_shapes(config)
+    plan = lambda paths, n: _plan_module(residents, versions, paths, shapes[paths[0]], n, n_slots)
+    return {g: tuple(plan(paths, n) for paths in module_paths(config, g)) for g,n in room.items()}
 
-# %% ../nbs/07a_rows.ipynb #5ba5eeff
-def _fetch(tiles, at, width): # [P·tiles, 8, 64], [L, N, tiles] -> [L, N·8, width]
-    found = jnp.where((at >= 0)[..., None, None], tiles[jnp.maximum(at, 0)], jnp.zeros((), tiles.dtype))
-    L, N, n = at.shape
-    return found.swapaxes(2, 3).reshape(L, N * RANK_BLOCK, n * CHANNELS)[:, :, :width]
+# %% ../nbs/07a_rows.ipynb #5e9e4d56
+def _tile_at(
+    tiles:Array, # [P·tiles, 8, 64] words, the arena's
+    at:Array, # [L, N, n] int32 into them, -1 for none
+    packed:Array, # [N] bool
+    where:tuple, # layer, block and number tile; all scalars, or arrays of one shape
+    dtype:np.dtype, # of the result
+) -> Array: # [..., 8, 64]
+    "Number tiles of a plan."
+    (layer, block, i), per_word = where, tiles.dtype.itemsize
+    found = jnp.where(packed[block], at[layer, block, i // per_word], at[layer, block, i])
+    words = tiles.at[jnp.maximum(found, 0)].get(mode='promise_in_bounds')
+    spread = lambda x: jnp.expand_dims(x, (-2, -1)) # over a tile
+    byte = words >> spread(8 * (i % per_word)).astype(words.dtype)
+    numbers = jnp.where(spread(packed[block]), byte.astype(jnp.int8).astype(dtype),
+                        jax.lax.bitcast_convert_type(words, dtype))
+    return jnp.where(spread(found >= 0), numbers, jnp.zeros((), dtype))
 
-@partial(jax.jit, static_argnames='layout')
+# %% ../nbs/07a_rows.ipynb #8441984f
+def _put(
+    rows:Array, # [L, R, n·64] of a group or module, in place
+    tiles:Array, # [P·tiles, 8, 64] words, the arena's
+    at:Array, # [L, N, n] int32, -1 for none
+    packed:Array, # [N] bool
+    todo:Array, # [N] int32, the blocks to write
+    count:Array, # of them
+    first:int, # row of the first block
+) -> Array: # [L, R, n·64]
+    "The rows with some blocks written anew."
+    L, _, n = at.shape
+    tile = lambda *where: _tile_at(tiles, at, packed, where, rows.dtype)
+    def one_tile(k, rows):
+        layer, block, i = k // n % L, todo[k // (n * L)], k % n
+        new = tile(layer, block, i)[None]
+        return jax.lax.dynamic_update_slice(rows, new, (layer, first + block * RANK_BLOCK, i * CHANNELS))
+    def one_block(k, rows):
+        layers, i = jnp.meshgrid(jnp.arange(L), jnp.arange(n), indexing='ij')
+        new = tile(layers, jnp.full_like(i, todo[k]), i).swapaxes(1, 2).reshape(L, RANK_BLOCK, n * CHANNELS)
+        return jax.lax.dynamic_update_slice(rows, new, (0, first + todo[k] * RANK_BLOCK, 0))
+    cpu = lambda rows: jax.lax.fori_loop(0, count * L * n, one_tile, rows)
+    others = lambda rows: jax.lax.fori_loop(0, count, one_block, rows)
+    return jax.lax.platform_dependent(rows, cpu=cpu, default=others)
+
+# %% ../nbs/07a_rows.ipynb #48c4b370
+@partial(jax.jit, donate_argnames='held')
+def renew(
+    words:Array, # [P, words], the arena's buffer
+    held:dict, # group -> A [L, R, in], and m times B [L, R_m, out], widths in whole tiles; donated
+    todo:dict, # group -> m times (a, b, packed, blocks to write, how many)
+) -> dict: # as `held`
+    "The rank rows with some blocks written anew."
+    tiles, new = tile_view(words), {}
+    for group, (a, bs) in held.items():
+        first, written = 0, []
+        for (at_a, at_b, *which), b in zip(todo[group], bs):
+            a = _put(a, tiles, at_a, *which, first)
+            written.append(_put(b, tiles, at_b, *which, 0))
+            first += b.shape[1]
+        new[group] = a, tuple(written)
+    return new
+
+# %% ../nbs/07a_rows.ipynb #131d0294
+class RowBuffers:
+    "A batch's rank rows on the device, in one piece. One thread makes all calls."
+    def __init__(self,
+        plan:dict[str, tuple[ModulePlan, ...]], # gives the sizes; later ones must have the same
+        layout:PageLayout, # of the arena
+    ):
+        self.layout, device = layout, jax.devices()[0]
+        def zeros(at, n): # of n rank blocks
+            L, _, tiles = at.shape
+            return jnp.zeros((L, n * RANK_BLOCK, tiles * CHANNELS), layout.dtype, device=device)
+        sizes = {g: [len(p.packed) for p in ps] for g,ps in plan.items()}
+        self.held = {g: (zeros(ps[0].a, sum(sizes[g])), tuple(zeros(p.b, n) for p,n in zip(ps, sizes[g])))
+                     for g,ps in plan.items()}
+        self.blocks = {g: [(None,) * n for n in ns] for g,ns in sizes.items()}
+
+    def fetch(self,
+        words:Array, # [P, words], the arena's buffer
+        plan:dict[str, tuple[ModulePlan, ...]], # from `plan_rows`
+    ) -> dict[str, LoraGroup]: # ready for the decoder; what the last fetch returned is gone
+        "The planned rank rows; what is here already isn't copied again."
+        def todo(p, blocks):
+            changed = np.array([i for i,(new, old) in enumerate(zip(p.blocks, blocks)) if new != old], np.int32)
+            return p.a, p.b, p.packed, np.pad(changed, (0, len(blocks) - len(changed))), np.int32(len(changed))
+        changed = {g: [todo(p, blocks) for p,blocks in zip(ps, self.blocks[g])] for g,ps in plan.items()}
+        self.held = renew(words, self.held, changed)
+        self.blocks = {g: [p.blocks for p in ps] for g,ps in plan.items()}
+        return {g: _group(g, *self.held[g], ps, self.layout.config) for g,ps in plan.items()}
+
 def fetch_rows(
     words:Array, # [P, words], the arena's buffer
-    plan:dict, # from `plan_rows`
-    layout:PageLayout,
+    plan:dict[str, tuple[ModulePlan, ...]], # from `plan_rows`
+    layout:PageLayout, # of the arena
 ) -> dict[str, LoraGroup]: # ready for the decoder
-    "The planned rank rows, copied from the pages."
-    tiles, shapes = tile_view(words, layout), module_shapes(layout.config)
-    def group(modules, plans):
-        widths = [shapes[_paths(layout.config, m)[0]] for m in modules]
-        a = jnp.concatenate([_fetch(tiles, p.a, n_in) for p,(n_in,_) in zip(plans, widths)], axis=1)
-        bs = tuple(_fetch(tiles, p.b, n_out) for p,(_,n_out) in zip(plans, widths))
-        scale = jnp.concatenate([p.scale for p in plans])
-        owner = jnp.concatenate([p.owner for p in plans])
-        scale = jnp.broadcast_to(scale[None], (len(a), len(scale)))
-        return LoraGroup(a, bs, scale, owner, tuple(p.rows for p in plans))
-    return {g: group(GROUPS[g], plan[g]) for g in GROUPS}
+    "The planned rank rows, all copied."
+    return RowBuffers(plan, layout).fetch(words, plan)
+
+# %% ../nbs/07a_rows.ipynb #e8cbeb7c
+def _cut(x, width): return x if x.shape[-1] == width else x[..., :width] # a whole slice would be a copy
+
+def _group(group, a, bs, plans, config): # -> LoraGroup
+    "One group for the decoder."
+    widths = [module_shapes(config)[paths[0]] for paths in module_paths(config, group)]
+    a, bs = _cut(a, widths[0][0]), tuple(_cut(b, n_out) for b,(_,n_out) in zip(bs, widths))
+    scale, owner = np.concatenate([p.scale for p in plans], axis=1), np.concatenate([p.owner for p in plans])
+    if group in OUTSIDE: a, bs, scale = a[0].T if group == 'embed' else a[0], (bs[0][0],), scale[0]
+    return LoraGroup(a, bs, *jax.device_put((scale, owner, tuple(p.rows for p in plans))))

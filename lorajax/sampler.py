@@ -4,65 +4,261 @@
 
 # %% ../nbs/10_sampler.ipynb #01342f87
 from __future__ import annotations
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-import jax, jax.numpy as jnp
-from jax import Array
-from .core import Sampling
+import jax, jax.numpy as jnp, numpy as np
+from jax import Array, lax
+from .core import MAX_LOGPROBS, Sampling
 
 # %% auto #0
-__all__ = ['SamplingRows', 'sampling_rows', 'smallest_kept', 'sample']
+__all__ = ['LANES', 'SamplingRows', 'Room', 'penalises', 'sampling_rows', 'penalised', 'altered', 'likeliest', 'smallest_kept',
+           'kept', 'drawn', 'Sampled', 'score', 'sample', 'packed', 'unpacked']
 
 # %% ../nbs/10_sampler.ipynb #17d1adb7
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingRows:
-    "The sampling rules of a batch's rows."
-    temperature: Array # [B] float32
+    "The sampling rules of a batch's rows: NumPy as packed on the host, jax arrays inside a step."
+    temperature: Array # [B] float32; 0 is greedy
     top_k: Array # [B] int32; 0 keeps all
     top_p: Array # [B] float32; 1 keeps all
+    min_p: Array # [B] float32; 0 keeps all
+    repetition: Array # [B] float32; 1 for no penalty
+    presence: Array # [B] float32; 0 for no penalty
+    frequency: Array # [B] float32; 0 for no penalty
     seed: Array # [B, 2] uint32, a Threefry key per row
+    bias_ids: Array # [B, N] int32 token ids; -1 for none
+    bias: Array # [B, N] float32, added to the logits of those ids
+    history: Array # [B, H] int32 token ids of prompt and output; -1 for none. Read only for penalties
+    prompt_len: Array # [B] int32 tokens of the history that are the prompt
+    mask: Array # [B, M] uint32, bit i % 32 of word i // 32 allows token i; no words allow all
+    logprobs: Array # [B] bool, whether the row's log-probabilities are wanted
+
+@dataclass(frozen=True)
+class Room:
+    "How wide the arrays of a batch are, so that batches of different rows share one compiled program."
+    bias: int = 0 # N, ids with a bias
+    history: int = 0 # H, tokens of prompt and output; 0 where no row has a penalty
+    mask: int = 0 # M, words; ceil(V / 32), or 0 where no row is masked
+
+# %% ../nbs/10_sampler.ipynb #5ad56d3c
+def _filled(rows:Sequence[Sequence], width:int, filler, dtype) -> np.ndarray: # [B, width]
+    "The rows' entries, with `filler` after them."
+    out = np.full((len(rows), width), filler, dtype)
+    for to,row in zip(out, rows):
+        assert len(row) <= width, f'{len(row)} entries for {width} places; make Room for them'
+        to[:len(row)] = row
+    return out
+
+def penalises(s:Sampling) -> bool:
+    "Whether the row needs its history."
+    return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
 def sampling_rows(
-    rows:Sequence[Sampling], # one a row
-) -> SamplingRows:
-    "The rows' rules as arrays; a row without a seed gets a fresh one."
-    seeds = [secrets.randbits(63) if s.seed is None else s.seed for s in rows]
-    return SamplingRows(jnp.array([s.temperature for s in rows], jnp.float32),
-                        jnp.array([s.top_k for s in rows], jnp.int32),
-                        jnp.array([s.top_p for s in rows], jnp.float32),
-                        jnp.array([[s >> 32, s & 0xffffffff] for s in seeds], jnp.uint32))
-
-# %% ../nbs/10_sampler.ipynb #f0d55b7c
-def smallest_kept(
-    logits:Array, # [B, V] float32, after temperature
-    top_k:Array, # [B] int32; 0 keeps all
-    top_p:Array, # [B] float32; 1 keeps all
-) -> Array: # [B] float32
-    "The smallest logit that top-k and top-p keep in each row."
-    V = logits.shape[1]
-    ranked = jnp.sort(logits, axis=1, descending=True)
-    ranked = jnp.where(jnp.arange(V)[None] < jnp.where(top_k > 0, top_k, V)[:, None], ranked, -jnp.inf)
-    p = jax.nn.softmax(ranked, axis=1)
-    kept = (jnp.cumsum(p, axis=1) - p < top_p[:, None]) & (ranked > -jnp.inf)
-    return jnp.take_along_axis(ranked, jnp.maximum(kept.sum(axis=1) - 1, 0)[:, None], axis=1)[:, 0]
+    rules:Sequence[Sampling], # one a row
+    history:Sequence[Sequence[int]]|None=None, # token ids of each row's prompt and output; empty without penalties
+    prompt_len:Sequence[int]|None=None, # tokens of each row's prompt
+    masks:Sequence[np.ndarray|None]|None=None, # words of each row's allowed tokens, as in `SamplingRows`; None: all
+    room:Room=Room(), # how wide the arrays become
+) -> SamplingRows: # of NumPy arrays
+    "The rows' rules as arrays."
+    assert all(s.seed is not None or s.temperature == 0 for s in rules), 'a row that draws has no seed; see `choices`'
+    assert room.history or not any(map(penalises, rules)), 'a row with penalties needs its history'
+    of = lambda name, dtype: np.array([getattr(s, name) for s in rules], dtype)
+    seeds = [divmod(s.seed or 0, 2**32) for s in rules]
+    allowed = np.full((len(rules), room.mask), 0xffffffff, np.uint32)
+    for words,mask in zip(allowed, masks or ()):
+        if mask is not None: words[:] = _filled([mask], room.mask, 0, np.uint32)
+    f, i = np.float32, np.int32
+    return SamplingRows(
+        of('temperature', f), of('top_k', i), of('top_p', f), of('min_p', f), of('repetition_penalty', f),
+        of('presence_penalty', f), of('frequency_penalty', f), np.array(seeds, np.uint32).reshape(-1, 2),
+        _filled([[t for t,_ in s.logit_bias] for s in rules], room.bias, -1, i),
+        _filled([[b for _,b in s.logit_bias] for s in rules], room.bias, 0, f),
+        _filled([()] * len(rules) if history is None else history, room.history, -1, i),
+        np.array([0] * len(rules) if prompt_len is None else prompt_len, i), allowed,
+        np.array([s.logprobs is not None for s in rules]))
 
 # %% ../nbs/10_sampler.ipynb #f442b96b
-def sample(
+def _inside(ids:Array, V:int) -> Array:
+    "`ids`, with V in place of -1: indices below zero would count from the end."
+    return jnp.where(ids < 0, V, ids)
+
+def penalised(
+    logits:Array, # [B, V] float32
+    rows:SamplingRows, # with a history
+) -> Array: # [B, V] float32
+    "Logits after repetition, presence and frequency penalties."
+    row, zeros = jnp.arange(len(logits))[:, None], jnp.zeros_like(logits)
+    ids = _inside(rows.history, logits.shape[1])
+    is_output = jnp.arange(ids.shape[1])[None] >= rows.prompt_len[:, None]
+    seen = zeros.at[row, ids].set(1., mode='drop') > 0
+    count = zeros.at[row, ids].add(is_output.astype(jnp.float32), mode='drop')
+    by = rows.repetition[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / by, logits * by), logits)
+    return logits - rows.frequency[:, None] * count - jnp.where(count > 0, rows.presence[:, None], 0.)
+
+# %% ../nbs/10_sampler.ipynb #ca3f2a8c
+def _allowed(mask:Array, V:int) -> Array: # [B, V] bool
+    "The bits of the mask."
+    bits = mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+    return bits.reshape(len(mask), -1)[:, :V] == 1
+
+def altered(
     logits:Array, # [B, V] float32
     rows:SamplingRows, # how each row is sampled
-    step:Array, # [B] int32 tokens the row has generated so far
+) -> Array: # [B, V] float32
+    "Logits after penalties, bias and mask."
+    B, V = logits.shape
+    penalty = (rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0)
+    add = lambda x: x.at[jnp.arange(B)[:, None], _inside(rows.bias_ids, V)].add(rows.bias, mode='drop')
+    drop = lambda x: jnp.where(_allowed(rows.mask, V), x, -jnp.inf)
+    steps = [(penalty, lambda x: penalised(x, rows))] if rows.history.shape[1] else []
+    if rows.bias.shape[1]: steps.append((rows.bias_ids >= 0, add))
+    if rows.mask.shape[1]: steps.append((~rows.mask != 0, drop))
+    for needed, change in steps: logits = lax.cond(jnp.any(needed), change, lambda x: x, logits)
+    return logits
+
+# %% ../nbs/10_sampler.ipynb #0b3b78aa
+LANES = 128 # tokens in a block
+
+def _blocks(x:Array, filler:float) -> Array: # [B, ceil(V/128), 128]
+    "The vocabulary in blocks."
+    short = -x.shape[1] % LANES
+    if short: x = jnp.pad(x, ((0, 0), (0, short)), constant_values=filler)
+    return x.reshape(len(x), -1, LANES)
+
+def _block(blocks:Array, i:Array) -> Array: # [B, 128]
+    "Block i of each row."
+    return jnp.take_along_axis(blocks, i[:, None, None], axis=1)[:, 0]
+
+def likeliest(
+    logits:Array, # [B, V] float32
 ) -> Array: # [B] int32
+    "The id of each row's largest logit."
+    blocks = _blocks(logits, -jnp.inf)
+    i = jnp.argmax(blocks.max(axis=2), axis=1)
+    return (i * LANES + jnp.argmax(_block(blocks, i), axis=1)).astype(jnp.int32)
+
+# %% ../nbs/10_sampler.ipynb #7bf03200
+def _key(x:Array) -> Array: # int32
+    "An integer in the order of the floats; the map is its own inverse."
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ (bits >> 31 & 0x7fffffff)
+
+def _value(key:Array) -> Array: # float32
+    return lax.bitcast_convert_type(key ^ (key >> 31 & 0x7fffffff), jnp.float32)
+
+def smallest_kept(
+    logits:Array, # [B, V] float32
+    weights:Array, # [B, V] float32, none negative
+    need:Array, # [B] float32
+) -> Array: # [B] float32
+    "The largest number t for which the weights of the logits >= t sum to `need`, and at most the largest logit."
+    enough = lambda t: jnp.where(logits >= t[:, None], weights, 0.).sum(axis=1) >= need
+    def halve(_, bounds): # invariant: low keeps enough, or everything; high keeps too little, or nothing
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1) # the mean, without overflow
+        keep = enough(_value(middle))
+        return jnp.where(keep, middle, low), jnp.where(keep, high, middle)
+    high = _key(logits.max(axis=1)) + 1
+    low = jnp.full_like(high, _key(jnp.float32(-jnp.inf)))
+    t = _value(lax.fori_loop(0, 32, halve, (low, high))[0])
+    return jnp.where(jnp.abs(t) < jnp.finfo(jnp.float32).tiny, 0., t) # XLA's CPU compares subnormal numbers as 0
+
+# %% ../nbs/10_sampler.ipynb #df1ef450
+def kept(
+    logits:Array, # [B, V] float32, the largest of each row 0
+    weights:Array, # [B, V] float32, their exponentials
+    rows:SamplingRows, # how each row is sampled
+) -> Array: # [B, V] float32
+    "The weights that min-p, top-k and top-p leave; the others are 0."
+    weights = jnp.where(logits >= jnp.log(rows.min_p)[:, None], weights, 0.)
+    def top_k(w):
+        k = jnp.where(rows.top_k > 0, rows.top_k, w.shape[1]).astype(jnp.float32)
+        return jnp.where(logits >= smallest_kept(logits, jnp.ones_like(w), k)[:, None], w, 0.)
+    def top_p(w):
+        least = smallest_kept(logits, w, rows.top_p * w.sum(axis=1))
+        return jnp.where(logits >= jnp.where(rows.top_p < 1, least, -jnp.inf)[:, None], w, 0.)
+    weights = lax.cond(jnp.any(rows.top_k > 0), top_k, lambda w: w, weights)
+    return lax.cond(jnp.any(rows.top_p < 1), top_p, lambda w: w, weights)
+
+# %% ../nbs/10_sampler.ipynb #e10b85ad
+def _noise(rows:SamplingRows, generated:Array, n:int) -> Array: # [B, n] float32
+    "Gumbel noise of each row's next token."
+    def one(seed, count):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl='threefry2x32'), count)
+        return jax.random.gumbel(key, n, mode='high') # with tails far below float32's step at 1
+    return jax.vmap(one)(rows.seed, generated)
+
+def drawn(
+    logits:Array, # [B, V] float32
+    rows:SamplingRows, # how each row is sampled
+    generated:Array, # [B] int32 tokens the row has generated so far
+) -> Array: # [B] int32
+    "A token of each row's distribution after temperature, min-p, top-k and top-p."
+    warmth = jnp.where(rows.temperature > 0, rows.temperature, 1.)[:, None]
+    logits = (logits - logits.max(axis=1, keepdims=True)) / warmth
+    truncates = (rows.min_p > 0) | (rows.top_k > 0) | (rows.top_p < 1)
+    weights = jnp.exp(logits)
+    weights = lax.cond(jnp.any(truncates), lambda w: kept(logits, w, rows), lambda w: w, weights)
+    blocks = _blocks(weights, 0.)
+    noise = _noise(rows, generated, blocks.shape[1] + LANES)
+    i = jnp.argmax(jnp.log(blocks.sum(axis=2)) + noise[:, LANES:], axis=1)
+    j = jnp.argmax(jnp.log(_block(blocks, i)) + noise[:, :LANES], axis=1)
+    return (i * LANES + j).astype(jnp.int32)
+
+# %% ../nbs/10_sampler.ipynb #34db5bab
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    "A token of each row, and what the model thought of it; K is 20, or the vocabulary where that is smaller."
+    token: Array # [B] int32; -1 for a row whose logits allow none
+    logprob: Array # [B] float32, log-softmax of the model's logits; NaN for a row that didn't ask
+    top_ids: Array # [B, K] int32, the likeliest tokens, best first; -1 for a row that didn't ask
+    top_logprobs: Array # [B, K] float32
+
+def score(
+    logits:Array, # [B, V] float32, the model's
+    tokens:Array, # [B] int32 that came next
+) -> Sampled:
+    "The log-probabilities of given tokens, with the likeliest alternatives."
+    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    top, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    return Sampled(tokens, (jnp.take_along_axis(logits, tokens[:, None], axis=1) - total)[:, 0], ids, top - total)
+
+# %% ../nbs/10_sampler.ipynb #5552f6d0
+def sample(
+    logits:Array, # [B, V] float32, the model's
+    rows:SamplingRows, # how each row is sampled
+    generated:Array, # [B] int32 tokens the row has generated so far
+) -> Sampled:
     "The next token of each row."
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    def draw():
-        scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.)[:, None]
-        least = jax.lax.cond(jnp.any((rows.top_k > 0) | (rows.top_p < 1)),
-                             lambda: smallest_kept(scaled, rows.top_k, rows.top_p),
-                             lambda: jnp.full(len(logits), -jnp.inf))
-        key = lambda seed, n: jax.random.fold_in(jax.random.wrap_key_data(seed), n)
-        noise = jax.vmap(lambda seed, n: jax.random.gumbel(key(seed, n), logits.shape[1:]))(rows.seed, step)
-        drawn = jnp.argmax(jnp.where(scaled >= least[:, None], scaled, -jnp.inf) + noise, axis=-1)
-        return jnp.where(rows.temperature > 0, drawn.astype(jnp.int32), greedy)
-    return jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
+    changed = altered(logits, rows)
+    best = likeliest(changed)
+    token = lax.cond(jnp.any(rows.temperature > 0),
+                     lambda: jnp.where(rows.temperature > 0, drawn(changed, rows, generated), best), lambda: best)
+    sound = jnp.isfinite(logits.max(axis=1)) & jnp.isfinite(changed.max(axis=1))
+    token = jnp.where(sound, token, -1)
+    K = min(MAX_LOGPROBS, logits.shape[1])
+    nothing = lambda: Sampled(token, jnp.full(len(token), jnp.nan), jnp.full((len(token), K), -1),
+                              jnp.full((len(token), K), jnp.nan))
+    pick = lambda told, none: jnp.where(jnp.expand_dims(rows.logprobs, range(1, none.ndim)), told, none)
+    asked = lambda: jax.tree.map(pick, score(logits, token), nothing())
+    return lax.cond(jnp.any(rows.logprobs), asked, nothing)
+
+# %% ../nbs/10_sampler.ipynb #f1a4a814
+def packed(
+    s:Sampled, # of a step
+) -> Array: # [B, 2 + 2K] int32
+    "All of it in one array: token, logprob, ids, logprobs."
+    bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.concatenate([s.token[:, None], bits(s.logprob)[:, None], s.top_ids, bits(s.top_logprobs)], axis=1)
+
+def unpacked(
+    words:np.ndarray, # [B, 2 + 2K] int32, on the host
+) -> Sampled: # of NumPy arrays
+    "What was packed."
+    K = words.shape[1] // 2 - 1
+    floats = np.ascontiguousarray(words).view(np.float32)
+    return Sampled(words[:, 0], floats[:, 1], words[:, 2:2+K], floats[:, 2+K:])

@@ -10,16 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 import jax, numpy as np
 from jax import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from .adapters import Adapter
 from .core import Refused
-from .images import Image, PageLayout, Pieces, image_of, pieces_of
+from .images import Image, PageLayout, Pieces, image_of, numbers_per_word, pieces_of
 
 # %% auto #0
-__all__ = ['LARGEST_CHUNK', 'chunk_sizes', 'pinned', 'Known', 'read_header', 'ImageFolder', 'default_budget', 'Store']
+__all__ = ['LARGEST_CHUNK', 'chunk_sizes', 'pinned', 'Known', 'read_header', 'ImageFolder', 'default_budget', 'Stored', 'Store']
 
 # %% ../nbs/06_store.ipynb #72707fcc
 LARGEST_CHUNK = 64 # pages
@@ -45,20 +46,27 @@ def pinned(
 class Known:
     "What is known of a version without touching its pages."
     pieces: Pieces
+    scale: np.ndarray # as in `Image`
     n_pages: int
+    invocation: tuple[int, ...] = () # as in `Adapter`
+    routing: np.ndarray|None = None # [D] float32, as in `Adapter`
+
+def _known(i:Image): return Known(i.pieces, i.scale, len(i.pages), i.invocation, i.routing)
 
 def _facts(layout): return dict(words=layout.words, dtype=layout.dtype)
 
 def read_header(path:Path, layout:PageLayout) -> Known:
     "What a version's file says about itself."
     try:
-        with safe_open(path, framework='numpy') as f: facts, n = f.metadata(), f.get_slice('pages').get_shape()[0]
-        ranks, found = json.loads(facts['ranks']), json.loads(facts['layout'])
+        with safe_open(path, framework='numpy') as f:
+            facts, n, scale = f.metadata(), f.get_slice('pages').get_shape()[0], f.get_tensor('scale')
+            routing = f.get_tensor('routing') if 'routing' in f.keys() else None
+        ranks, per_word, invocation, found = (json.loads(facts[name]) for name in ('ranks', 'per_word', 'invocation', 'layout'))
     except (SafetensorError, KeyError, TypeError, ValueError) as e:
         raise Refused(f'{path} is no adapter image ({e}); delete it and load the adapter again') from None
     if found != _facts(layout):
         raise Refused(f'{path} has pages of {found}, not of {_facts(layout)}; choose another folder')
-    return Known(pieces_of(ranks, layout.config), n)
+    return Known(pieces_of(ranks, layout.config, per_word), scale, n, tuple(invocation), routing)
 
 # %% ../nbs/06_store.ipynb #892c4155
 class ImageFolder:
@@ -76,11 +84,18 @@ class ImageFolder:
     def nbytes(self, version:str) -> int: return self.known[version].n_pages * self.layout.nbytes
 
     def add(self, version:str, image:Image):
-        facts = dict(ranks=json.dumps(dict(image.pieces.ranks)), layout=json.dumps(_facts(self.layout)))
+        facts = dict(ranks=dict(image.pieces.ranks), per_word=image.pieces.per_word, invocation=image.invocation,
+                     layout=_facts(self.layout))
         unfinished = self.path / f'.{version}.{secrets.token_hex(4)}'
-        save_file({'pages': image.pages}, unfinished, metadata=facts)
-        unfinished.rename(self.file(version))
-        self.known[version] = Known(image.pieces, len(image.pages))
+        try:
+            tensors = dict(pages=image.pages, scale=image.scale)
+            if image.routing is not None: tensors['routing'] = image.routing
+            save_file(tensors, unfinished, {k: json.dumps(v) for k,v in facts.items()})
+            unfinished.rename(self.file(version))
+        except (SafetensorError, OSError) as e:
+            unfinished.unlink(missing_ok=True)
+            raise Refused(f'{self.file(version)} cannot be written ({e}); make room or choose another folder') from None
+        self.known[version] = _known(image)
 
     def read(self, version:str) -> np.ndarray: # [n, words]
         try:
@@ -97,6 +112,64 @@ def default_budget() -> int: # bytes
     "The smaller of 16 GB and a quarter of this machine's memory."
     return min(16 << 30, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 4)
 
+class Stored(NamedTuple):
+    "A version in page-locked memory."
+    known: Known
+    chunks: tuple[Array, ...] # together [n, words]
+
+# %% ../nbs/06_store.ipynb #39accf5f
+def _add(store, version, adapter, dtype):
+    "See `Store.add`."
+    if known := store.folder.known.get(version):
+        same = known.pieces.per_word == numbers_per_word(store.folder.layout, dtype)
+        assert same, f'{version} is known with numbers of another width; its dtype belongs into its identity'
+        return
+    image = image_of(adapter, store.folder.layout, dtype)
+    if image.nbytes > store.budget:
+        raise Refused(f'adapter {adapter.name!r} takes {image.nbytes} bytes and the store has {store.budget}; '
+                      'give it a larger budget')
+    stored = Stored(_known(image), pinned(image.pages))
+    with store.lock:
+        if version not in store.folder.known: store.folder.add(version, image)
+        store.reading.pop(version, None) # the failure of an earlier read
+        _keep(store, version, stored)
+
+def _ahead(store, version):
+    "See `Store.ahead`."
+    with store.lock:
+        if version in store.versions:
+            store.versions.move_to_end(version)
+            return _present(store.versions[version])
+        if version in store.reading: return store.reading[version]
+        if version not in store.folder.known:
+            raise Refused(f'the store has no version {version[:16]}; add its adapter first')
+        store.reading[version] = store.loader.submit(_read, store, version, store.folder.known[version])
+        return store.reading[version]
+
+def _present(stored): # as a future
+    found = Future()
+    found.set_result(stored)
+    return found
+
+# %% ../nbs/06_store.ipynb #635caa76
+def _read(store:Store, version:str, known:Known) -> Stored:
+    "On the loader thread."
+    try: stored = Stored(known, pinned(store.folder.read(version)))
+    except BaseException:
+        with store.lock:
+            if version not in store.versions: store.folder.known.pop(version, None)
+        raise
+    with store.lock:
+        store.reading.pop(version, None)
+        if version in store.folder.known: _keep(store, version, stored)
+    return stored
+
+def _keep(store, version, stored): # with the lock held
+    store.versions[version] = stored
+    store.versions.move_to_end(version)
+    while store.nbytes > store.budget: store.versions.popitem(last=False)
+
+# %% ../nbs/06_store.ipynb #55e4c19b
 class Store:
     "Versions in page-locked memory, within a budget, over a folder that holds them all. Threads may share it."
     def __init__(self,
@@ -104,36 +177,24 @@ class Store:
         budget:int|None=None, # bytes of page-locked memory; None for `default_budget`
     ):
         self.folder, self.budget = folder, default_budget() if budget is None else budget
-        self.chunks: OrderedDict[str, tuple[Array, ...]] = OrderedDict() # version -> pages, least recently used first
-        self.reading: dict[str, Future] = {}
+        self.versions: OrderedDict[str, Stored] = OrderedDict() # those in memory, least recently used first
+        self.reading: dict[str, Future] = {} # those that are being read, or failed to be
         self.lock, self.loader = Lock(), ThreadPoolExecutor(1, 'adapter-loader')
 
     @property
-    def nbytes(self): return sum(map(self.folder.nbytes, self.chunks)) # page-locked, in use
+    def nbytes(self): # page-locked, in use
+        return sum(s.known.n_pages for s in list(self.versions.values())) * self.folder.layout.nbytes
 
-    def add(self, version:str, adapter:Adapter):
+    def add(self, version:str, adapter:Adapter, dtype:str|None=None): # dtype of its numbers: None for the layout's own
         "Keep an adapter under its identity, on disk and in memory; a known version stays as it is."
-        if version in self.folder.known: return
-        image = image_of(adapter, self.folder.layout)
-        if image.nbytes > self.budget:
-            raise Refused(f'adapter {adapter.name!r} takes {image.nbytes} bytes and the store has {self.budget}; '
-                          'give it a larger budget')
-        chunks = pinned(image.pages)
-        with self.lock:
-            if version not in self.folder.known: self.folder.add(version, image)
-            self._keep(version, chunks)
+        _add(self, version, adapter, dtype)
 
-    def ahead(self, version:str) -> Future: # of the version's chunks
+    def ahead(self, version:str) -> Future: # of what `fetch` returns
         "Start reading a version from disk, unless it is in memory or being read already."
-        with self.lock:
-            if version not in self.folder.known:
-                raise Refused(f'the store has no version {version[:16]}; add its adapter first')
-            if version in self.chunks: return self._present(version)
-            if version not in self.reading: self.reading[version] = self.loader.submit(self._read, version)
-            return self.reading[version]
+        return _ahead(self, version)
 
-    def fetch(self, version:str) -> tuple[Array, ...]: # page-locked, together [n, words]
-        "A version's chunks, after waiting for the disk if they aren't in memory."
+    def fetch(self, version:str) -> Stored:
+        "A version, after waiting for the disk if it isn't in memory."
         return self.ahead(version).result()
 
     def remove(self, version:str):
@@ -141,26 +202,8 @@ class Store:
         with self.lock:
             if version not in self.folder.known:
                 raise Refused(f'the store has no version {version[:16]}; it may have been removed already')
-            self.chunks.pop(version, None)
+            self.versions.pop(version, None)
+            self.reading.pop(version, None)
             self.folder.remove(version)
 
     def close(self): self.loader.shutdown() # after what it is reading
-
-    def _present(self, version):
-        self.chunks.move_to_end(version)
-        found = Future()
-        found.set_result(self.chunks[version])
-        return found
-
-    def _read(self, version): # on the loader thread
-        try: chunks = pinned(self.folder.read(version))
-        finally:
-            with self.lock: self.reading.pop(version)
-        with self.lock: self._keep(version, chunks)
-        return chunks
-
-    def _keep(self, version, chunks): # with the lock held
-        if version not in self.folder.known: return # removed while it was read
-        self.chunks[version] = chunks
-        self.chunks.move_to_end(version)
-        while self.nbytes > self.budget: self.chunks.popitem(last=False)

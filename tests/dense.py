@@ -24,13 +24,17 @@ def _rotate(x, theta): # [S, H, C], plain rotary embedding
     a, b = x[..., :C//2], x[..., C//2:]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
-def logits(c, w, ids): # [S] -> [S, V]
-    "Logits at every position."
+def logits(c, w, ids, before=None, start=0, routing=None): # [S] -> [S, V]
+    "Logits at every position. Positions below `start` have the weights `before`; id -1 has the embedding `routing`."
     x = w['model.embed_tokens.weight'][list(ids)].astype(np.float64)
+    if routing is not None: x[np.array(ids) == -1] = routing
+    early = np.arange(len(ids))[:, None] < start
     causal = np.tril(np.ones((len(ids), len(ids)), bool))
     for i in range(c.n_layers):
         L = f'model.layers.{i}.'
-        linear = lambda name, x: x @ w[f'{L}{name}.weight'].T.astype(np.float64)
+        def linear(name, x):
+            by = lambda w: x @ w[f'{L}{name}.weight'].T.astype(np.float64)
+            return np.where(early, by(before), by(w)) if start else by(w)
         h = _norm(x, w[f'{L}input_layernorm.weight'], c.rms_eps)
         q, k, v = (linear(f'self_attn.{m}_proj', h).reshape(len(ids), -1, c.head_dim) for m in 'qkv')
         q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
@@ -46,10 +50,10 @@ def logits(c, w, ids): # [S] -> [S, V]
         x = x + linear('mlp.down_proj', gate / (1 + np.exp(-gate)) * up)
     return _norm(x, w['model.norm.weight'], c.rms_eps) @ w.get('lm_head.weight', w['model.embed_tokens.weight']).T
 
-def greedy(c, w, ids, n): # -> n token ids
+def greedy(c, w, ids, n, **kw): # -> n token ids; kw: as for `logits`
     "Greedy continuation, from scratch at every token."
     ids, out = list(ids), []
     for _ in range(n):
-        out.append(int(logits(c, w, ids)[-1].argmax()))
+        out.append(int(logits(c, w, ids, **kw)[-1].argmax()))
         ids.append(out[-1])
     return out

@@ -297,7 +297,7 @@ BAD_VALUES = dict(
     layers_to_transform=['all', [1.], True], layers_pattern=['layers'],
     ensure_weight_tying=['yes'], peft_type=[None, 'lora', ['LORA'], 'ADALORA'], task_type=['SEQ_CLS', ['CAUSAL_LM']],
     init_lora_weights=['pissa', 'pissa_niter_16', 'olora', 'OLoRA', 'corda', 'loftq', 'lora_ga', 'future', {'a': 1}],
-    megatron_config=[{'a': 1}], layer_replication=[[[0, 1]]], alora_invocation_tokens=[[1]], arrow_config=[{'top_k': 1}],
+    megatron_config=[{'a': 1}], layer_replication=[[[0, 1]]], arrow_config=[{'top_k': 1}],
     use_qalora=[True], kasa_config=[{'beta': 1e-4}], enable_lora=[[True]], use_dora=[True, 'false'], starts_at_zero=[True],
     some_newer_field=['x'])
 

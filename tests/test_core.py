@@ -1,7 +1,7 @@
 "Not notebook cells: tables of values and files that are all wrong in their own way."
 import json
 import jax.numpy as jnp, numpy as np, pytest
-from lorajax.core import Refused, Sampling, quoted, read_json, read_text
+from lorajax.core import Refused, Sampling, choices, quoted, read_json, read_text
 from lorajax.sampler import sample, sampling_rows
 
 BAD = dict(
@@ -9,7 +9,12 @@ BAD = dict(
     top_k=[-1, 1.5, True, '5', None, 99999999999, 2**31],
     seed=[-1, 2**63, 1., True, '7', 10**5000], ignore_eos=['no', 1, None],
     temperature=[-1, -.1, float('nan'), float('inf'), 1e-50, 1e-7, 1e40, 10**400, '1', True, None, 1j, [1.]],
-    top_p=[0, 0., -1, 1.01, float('nan'), '1', True, None])
+    top_p=[0, 0., -1, 1.01, float('nan'), '1', True, None], min_p=[-.1, 1.1, float('nan'), True, None],
+    repetition_penalty=[0, 1e-3, 101, float('inf'), -1, None], presence_penalty=[2.1, -2.1, float('nan'), '0', True],
+    frequency_penalty=[-3, 10**400, None], n=[0, 129, 1.5, True], logprobs=[-1, 21, 1.5, True], echo=[1, None],
+    include_stop=['', 0], stop=['', [''], list('abcde'), 5, ['a', None], b'x', {'a': 1}],
+    stop_token_ids=[[-1], ['a'], 3, [True], [2**31]], response_format=['json_object', {}, 1],
+    logit_bias=['x', 3, {'a': 1}, {3: 101}, {3: float('nan')}, {3: True}, {-1: 1}, {i: 0 for i in range(301)}])
 
 @pytest.mark.parametrize('field, value', [(field, value) for field,values in BAD.items() for value in values],
                          ids=lambda x: quoted(x)[:30])
@@ -20,10 +25,19 @@ def test_sampling_is_refused_by_name(field, value):
 def test_what_sampling_takes_the_device_can_hold():
     rules = [Sampling(), Sampling(2**31 - 1, 1e-6, 2**31 - 1, 5e-324, 2**63 - 1), Sampling(1, 1e6, 1, 1, 0),
              Sampling(temperature=1), Sampling(temperature=np.float64(1e-6), top_k=3)]
+    rules = [choices(s)[0] for s in rules]
     rows, logits = sampling_rows(rules), np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32) * 30
     assert rows.top_k.tolist() == [0, 2**31 - 1, 1, 0, 3] and rows.seed[1].tolist() == [2**31 - 1, 2**32 - 1]
-    drawn, best = sample(jnp.array(logits), rows, jnp.zeros(5, jnp.int32)).tolist(), logits.argmax(1).tolist()
+    drawn, best = sample(jnp.array(logits), rows, jnp.zeros(5, jnp.int32)).token.tolist(), logits.argmax(1).tolist()
     assert [drawn[i] for i in (0, 1, 2, 4)] == [best[i] for i in (0, 1, 2, 4)] and 0 <= drawn[3] < 40
+
+def test_forms_of_the_same_thing_are_one():
+    one = Sampling(stop='x', logit_bias={7: 1, 3: -2.5}, stop_token_ids=[5])
+    assert one == Sampling(stop=['x'], logit_bias=[[3, -2.5], [7, 1]], stop_token_ids=(5,))
+    assert one.logit_bias == ((3, -2.5), (7, 1)) and Sampling(stop=list('abcd')).stop == tuple('abcd')
+    assert Sampling(stop=None, logit_bias=None, stop_token_ids=None) == Sampling(stop=[], logit_bias={}) == Sampling()
+    assert Sampling(max_new_tokens=0, echo=True).max_new_tokens == 0
+    with pytest.raises(Refused, match='logit_bias names a token id twice'): Sampling(logit_bias=[(1, 2), (1, 3)])
 
 @pytest.mark.parametrize('content, said', [
     (None, 'no such file'), ('dir', 'Is a directory'), (b'\xff\xfe', 'not readable as text'),

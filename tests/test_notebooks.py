@@ -17,7 +17,7 @@ def test_notebook_runs(name):
 
 def tree(folder):
     files = (p for p in folder.rglob('*') if p.is_file() and '__pycache__' not in p.parts)
-    return {p.relative_to(folder).as_posix(): p.read_text() for p in files}
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
 def test_package_and_clean_notebooks_are_in_sync(tmp_path):
     ignore = shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints', '_*.ipynb')

@@ -1,14 +1,15 @@
 """Products and whole models against dense arithmetic, on many shapes and dtypes: too many for a lesson."""
 from dataclasses import replace
 import jax.numpy as jnp, ml_dtypes, numpy as np, pytest
-import dense
+import dense, whole
 from lorajax import ops
 from lorajax.adapters import Adapter, LoraPair, random_adapter
 from lorajax.base import random_base
 from lorajax.core import ModelConfig, Refused, Sampling
 from lorajax.generate import generate, stream
-from lorajax.model import KV, Linear, random_tensors
+from lorajax.model import Linear, Paged, Segment, random_tensors
 from lorajax.peft import load_adapter, save_adapter
+from lorajax.step import page_layout
 from lorajax.working_set import layer_of, working_set
 
 M0 = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=512)
@@ -17,11 +18,8 @@ GREEDY = Sampling(max_new_tokens=12, ignore_eos=True)
 
 def last_logits(base, ids, adapter=None):
     "One prompt's logits at its last position, through the decoder itself."
-    n = len(ids)
     used = [adapter] if adapter else []
-    kv, groups = KV.zeros(base.config, 1, n, base.dtype), working_set(used, base.config, base.dtype)
-    out, _ = base.decoder(jnp.array([ids]), jnp.arange(n)[None], jnp.array([n - 1]), kv, jnp.array([len(used)]), groups)
-    return np.asarray(out[0])
+    return whole.logits(base, [ids], used, [len(used)])[0][-1]
 
 def one_group(adapters, config, name, dtype=jnp.float32):
     "A group of the first layer."
@@ -129,7 +127,7 @@ def test_B31_adapter_dtype_unlike_the_base(tmp_path, stored):
     np.testing.assert_array_equal(adapter.modules[path].b.astype('f4'), b.astype('f4'))
     x, w = (rng.normal(size=s).astype(ml_dtypes.bfloat16) for s in ((9, 32), (32, 32)))
     term, = ops.lora(jnp.array(x)[:, None], one_group([adapter], c, 'o', jnp.bfloat16), jnp.ones(9, jnp.int32))
-    got = np.asarray(Linear(jnp.array(w))(jnp.array(x)[:, None], term))[:, 0].astype('f8')
+    got = np.asarray(Linear(jnp.array(w))(jnp.array(x), term[:, 0])).astype('f8')
     wide = lambda m: m.astype('f8')
     exact = wide(x) @ wide(w).T + 16 / np.sqrt(6) * (wide(x) @ wide(a).T) @ wide(b).T
     assert (np.abs(got - exact) <= 2 * bf16_ulp(exact)).all()
@@ -142,7 +140,7 @@ def test_terms_as_large_as_the_base_stay_within_the_sum_of_magnitudes():
         x, w, a, b = (rng.normal(scale=s, size=z).astype(ml_dtypes.bfloat16) for s,z in sizes)
         group = one_group([Adapter('large', {path: LoraPair(a, b, 3.)})], c, 'o', jnp.bfloat16)
         term, = ops.lora(jnp.array(x)[:, None], group, jnp.ones(64, jnp.int32))
-        got = np.asarray(Linear(jnp.array(w))(jnp.array(x)[:, None], term))[:, 0].astype('f8')
+        got = np.asarray(Linear(jnp.array(w))(jnp.array(x), term[:, 0])).astype('f8')
         x, w, a, b = (m.astype('f8') for m in (x, w, a, b))
         magnitude = np.abs(x) @ np.abs(w).T + 3 * np.abs(x @ a.T) @ np.abs(b).T
         error = np.abs(got - (x @ w.T + 3 * (x @ a.T) @ b.T))
@@ -152,15 +150,10 @@ def test_bfloat16_rows_in_a_batch_stay_within_rounding_of_their_solo_run():
     base = random_base(M0, 'bfloat16')
     red = random_adapter(M0, 'red', 4, LINEARS)
     prompts = [list(b'some words'), list(b'x' * 33), list(b'other text')]
-    n = max(map(len, prompts))
-    ids = np.array([p + [0] * (n - len(p)) for p in prompts])
-    groups, slots = working_set([red], M0, jnp.bfloat16), [0, 1, 1]
-    positions, last = jnp.broadcast_to(jnp.arange(n)[None], ids.shape), jnp.array([len(p) - 1 for p in prompts])
-    kv = KV.zeros(M0, 3, n, jnp.bfloat16)
-    together, _ = base.decoder(jnp.array(ids), positions, last, kv, jnp.array(slots), groups)
-    for row,(p,s) in enumerate(zip(prompts, slots)):
+    slots = [0, 1, 1]
+    for row,p,s in zip(whole.logits(base, prompts, [red], slots), prompts, slots):
         alone = last_logits(base, p, red if s else None)
-        assert np.abs(np.asarray(together[row]) - alone).max() <= .05 * alone.std()
+        assert np.abs(row[-1] - alone).max() <= .05 * alone.std()
 
 @pytest.mark.parametrize('length', [3, 9, 300, 500])
 def test_windows_chunks_and_an_adapted_embedding_together(length):
@@ -250,18 +243,22 @@ def test_B24_a_prompt_that_arrives_while_another_row_decodes():
     base, red, blue = random_base(M0), random_adapter(M0, 'red', 4, LINEARS, seed=1), random_adapter(M0, 'blue', 7, seed=2)
     first, late = list(b'early'), list(b'latecomer')
     alone = [generate(base, [p], [a], GREEDY)[0].tokens for p,a in ((first, red), (late, blue))]
-    groups, slots, kv = working_set([red, blue], M0, jnp.float32), jnp.array([1, 2]), KV.zeros(M0, 2, 64, jnp.float32)
-    def call(rows, starts, kv):
+    groups, slots = working_set([red, blue], M0, jnp.float32), jnp.array([1, 2])
+    layout = page_layout(base)
+    memory = Paged(jnp.zeros((9, layout.words), layout.word), layout)
+    tables = jnp.arange(1, 9).reshape(2, 4)
+    def call(rows, starts, memory):
         n = max(map(len, rows))
         tokens = jnp.array([row + [0] * (n - len(row)) for row in rows])
-        positions = jnp.array(starts)[:, None] + jnp.arange(n)[None]
-        logits, kv = base.decoder(tokens, positions, jnp.array([len(row) - 1 for row in rows]), kv, slots, groups)
-        return [int(t) for t in logits.argmax(-1)], kv
-    (a, _), kv = call([first, [0]], [0, 40], kv)
+        positions = jnp.array([[s + i if i < len(r) else -1 for i in range(n)] for r,s in zip(rows, starts)])
+        (states,), memory = base.decoder([Segment(tokens, positions, slots, tables)], memory, groups)
+        last = jnp.stack([states[i, len(r) - 1] for i,r in enumerate(rows)])
+        return [int(t) for t in base.decoder.score(last, slots, groups).argmax(-1)], memory
+    (a, _), memory = call([first, [0]], [0, 40], memory)
     seen, at = ([a], []), [len(first), 0]
     for step in range(8):
         rows = [[seen[0][-1]], late if step == 3 else [seen[1][-1]] if step > 3 else [0]]
-        (a, b), kv = call(rows, at, kv)
+        (a, b), memory = call(rows, at, memory)
         seen[0].append(a)
         if step >= 3: seen[1].append(b)
         at = [at[0] + 1, at[1] + len(rows[1]) if step >= 3 else 0]

@@ -146,6 +146,21 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def compose(self, i, chosen, ends):
         self.take(0, 0., 'adapter', list(dict.fromkeys(self.pick(self.model.usable(), c) for c in chosen)), i, ends)
 
+    def alone(self):
+        return [k for k in self.model.usable() if (e := self.model.held[k]).uses and not e.parts
+                and not any(k in other.parts for other in self.model.held.values())]
+
+    @precondition(lambda self: self.names() and self.alone())
+    @rule(i=picks, j=picks, chosen=st.lists(picks, max_size=3))
+    def rename(self, i, j, chosen):
+        key, new, usable = self.pick(self.alone(), i), self.pick(self.names(), j), self.model.usable()
+        parts = list(dict.fromkeys(k for c in chosen if (k := self.pick(usable, c)) != key))
+        self.pages.rename(key, new, parts)
+        entry = self.model.held.pop(key)
+        entry.parts, self.model.held[new] = parts, entry
+        for p in self.pages.holdings[new].pages: self.content[p] = new
+        self.counted('rename')
+
     @precondition(lambda self: self.names())
     @rule(n=sizes, cost=costs, i=picks)
     def take_and_fail_to_fill(self, n, cost, i):
@@ -201,6 +216,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if not held or usable: self.unchanged(AssertionError, p.keep, key)
         if not usable:
             for call in (p.use, p.drop): self.unchanged(AssertionError, call, key)
+            self.unchanged(AssertionError, p.rename, key, 'new')
             self.unchanged(AssertionError, p.take, 'new', 0, 'kv', 1., [key])
         if not held or not self.model.held[key].uses: self.unchanged(AssertionError, p.done, key)
         self.counted('slip')
@@ -213,6 +229,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert p.holdings.keys() == m.held.keys() and (p.free, p._idle.age) == (m.free, m.age)
         assert p.idle == m.size(set(m.held) - m.needed()) and p.available == m.room([])
         assert sorted(h.key for h in p._idle.order) == sorted(m.can_go())
+        for key in m.usable(): assert p.room([key]) == m.room([key])
         for tenant in ('adapter', 'kv'):
             assert p.held[tenant] == m.size([k for k,e in m.held.items() if e.tenant == tenant])
         for k,e in m.held.items():
@@ -231,7 +248,7 @@ def random_steps(examples, **options):
 def test_ten_thousand_random_steps_agree_with_the_model():
     steps, outcomes = random_steps(250, derandomize=True)
     assert steps - outcomes['slip'] >= 10_000
-    assert len(outcomes) == 12 and min(outcomes.values()) >= 30, outcomes
+    assert len(outcomes) == 13 and min(outcomes.values()) >= 30, outcomes
 
 @pytest.mark.slow
 def test_many_more_random_steps(): assert random_steps(3000)[0] >= 150_000
@@ -445,6 +462,26 @@ def test_nonsense_is_a_slip(n, cost):
     with pytest.raises(AssertionError, match='n must be whole and cost finite, and neither negative'):
         pages.take('x', n, 'kv', cost)
     assert state(pages) == before
+
+def test_a_block_is_filed_when_it_is_full():
+    pages = Pages(6)
+    chain(pages, 2, in_use=False)
+    (page,), _ = pages.take('filling', 1, 'kv', 1.)
+    pages.use('filling')
+    for key, new, parts in [('filling', 'kv 1', []), ('filling', 'x', ['y']), ('kv 0', 'x', []), ('kv 1', 'x', [])]:
+        before = state(pages)
+        with pytest.raises(AssertionError): pages.rename(key, new, parts)
+        assert state(pages) == before
+    pages.rename('filling', 'kv 2', ['kv 1'])
+    assert 'filling' not in pages and pages.holdings['kv 2'].pages == (page,) and pages.available == 2
+    assert (pages.done('kv 2'), pages.done('kv 2'), pages.available) == ([], [], 5)
+    assert pages.take('all', 5, 'adapter', 1.)[1] == ['kv 2', 'kv 1', 'kv 0']
+
+def test_room_beside_what_must_stay():
+    pages = Pages(9)
+    chain(pages, 3, in_use=False)
+    pages.take('a', 2, 'adapter', 1.)
+    assert (pages.room(), pages.room(['kv 0']), pages.room(['kv 2', 'kv 1', 'a'])) == (6, 5, 3)
 
 @pytest.mark.parametrize('n_pages, reserved', [(0, 0), (1, 1), (4, 4), (4, -1)])
 def test_a_pool_has_something_to_give(n_pages, reserved):

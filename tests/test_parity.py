@@ -1,12 +1,10 @@
 """Whole models beside transformers and PEFT in float32: the oracles are large, and no reader should wait for them."""
 import copy, json
-import jax.numpy as jnp, numpy as np, pytest, torch
+import numpy as np, pytest, torch, whole
 from lorajax.base import byte_tokenizer, load_base
 from lorajax.core import Sampling
 from lorajax.generate import generate
 from lorajax.gguf_files import smollm2_file
-from lorajax.model import KV
-from lorajax.working_set import working_set
 from peft import LoraConfig, get_peft_model
 from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
@@ -47,12 +45,8 @@ def strong(key, p): # about N(0, 1) per output and unit input, whatever the rank
 
 def all_logits(base, ids, adapter, every):
     "Logits of one prompt at every `every`-th position."
-    n, groups = len(ids), working_set([adapter] if adapter else [], base.config, base.dtype)
-    rows = np.arange(every - 1, n, every)
-    tokens, positions = jnp.array([ids] * len(rows)), jnp.broadcast_to(jnp.arange(n)[None], (len(rows), n))
-    kv, slots = KV.zeros(base.config, len(rows), n, base.dtype), jnp.full(len(rows), int(adapter is not None))
-    out, _ = base.decoder(tokens, positions, jnp.array(rows), kv, slots, groups)
-    return rows, np.asarray(out)
+    rows, used = np.arange(every - 1, len(ids), every), [adapter] if adapter else []
+    return rows, whole.logits(base, [ids], used, [len(used)])[0][rows]
 
 @torch.inference_mode()
 def peft_tokens(peft, ids, names):

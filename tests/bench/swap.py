@@ -1,39 +1,42 @@
 """Milliseconds per swap of SmolLM2 adapters, beside allocating anew and beside a memcpy of the same bytes, in one run.
 
-40 adapters of ranks 16 to 64 on all seven linears in page-locked memory, and an arena for about eight. They come in
-random order. A swap is timed from `Residents.use` until the arena is ready. The things compared take turns from swap to
-swap, each with another adapter of the same rank and another place to copy to, so that caches help none. Rounds of such
-turns are kept or left out as quiet.py says. --json FILE keeps all times.
+Adapters of ranks 16 to 64 on all seven linears, in bfloat16 and in int8, in page-locked memory, and an arena for about
+eight. They come in random order. A swap is timed from `Residents.use` until the arena is ready. The things compared
+take turns from swap to swap, each with another adapter of the same kind and another place to copy to, so that caches
+help none. Rounds of such turns are kept or left out as quiet.py says. --json FILE keeps the swaps' times, for the
+drawing in nbs/07_arena.ipynb.
 """
-import argparse, json, platform, random, tempfile, time
+import argparse, datetime, json, random, subprocess, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import jax, numpy as np, psutil
 from lorajax.arena import Arena, Residents
 from lorajax.base import open_base
 from lorajax.core import module_shapes
-from lorajax.images import Image, PageLayout, pieces_of
+from lorajax.images import RANK_BLOCK, Image, PageLayout, numbers_per_word, pieces_of
 from lorajax.store import ImageFolder, Store
 from quiet import machine, quiet, take_turns
 
-RANKS, EACH = (16, 32, 48, 64), 10 # adapters of each rank
-ROOM, TURNS = 8, 12 # adapters in the arena; turns of each rank in a round
+KINDS = [(rank, dtype) for dtype in (None, 'int8') for rank in (16, 32, 64)]
+EACH, ROOM, TURNS = 10, 8, 10 # adapters of each kind; adapters in the arena; turns of each kind in a round
 LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 
-def random_image(rank, layout, rng):
+def random_image(rank, dtype, layout, rng):
     "An adapter's image with any words in it; nothing here reads them as numbers."
     ranks = {path: rank for path in module_shapes(layout.config) if path.rpartition('.')[2] in LINEARS}
-    pieces = pieces_of(ranks, layout.config)
-    shape = -(-pieces.tiles // layout.tiles), layout.words
-    return Image(rng.integers(0, 1 << 16, shape, layout.word), pieces, layout)
+    pieces = pieces_of(ranks, layout.config, numbers_per_word(layout, dtype))
+    pages = rng.integers(0, 1 << 16, (-(-pieces.tiles // layout.tiles), layout.words), layout.word)
+    return Image(pages, np.ones((len(pieces.starts), RANK_BLOCK), np.float32), pieces, layout)
+
+def name(kind, i): return f'{kind[0]}-{kind[1] or "own"}-{i}'
 
 def residents_over(folder, images):
     "The adapters on disk, then in page-locked memory; none in the arena yet."
-    layout = images[RANKS[0], 0].layout
+    layout = images[KINDS[0], 0].layout
     store = Store(ImageFolder(folder, layout), sum(image.nbytes for image in images.values()))
-    for (rank, i), image in images.items():
-        store.folder.add(f'{rank}-{i}', image)
-        store.fetch(f'{rank}-{i}')
+    for which, image in images.items():
+        store.folder.add(name(*which), image)
+        store.fetch(name(*which))
     return Residents(store, Arena(layout, 1 + ROOM * sum(len(image.pages) for image in images.values()) // len(images)))
 
 def things_to_time(residents, images, pool, rng):
@@ -43,10 +46,10 @@ def things_to_time(residents, images, pool, rng):
         pages = images[which].pages
         start = rng.randrange(len(target) - len(pages))
         return pages, target[start:start + len(pages)]
-    def swap(rank, i):
-        assert residents.use(f'{rank}-{i}')
+    def swap(*which):
+        assert residents.use(name(*which))
         residents.arena.words.block_until_ready()
-        residents.done(f'{rank}-{i}')
+        residents.done(name(*which))
     def allocate(*which): jax.device_put(images[which].pages, device, may_alias=False).block_until_ready()
     def memcpy(*which):
         source, target = source_and_target(which)
@@ -57,35 +60,45 @@ def things_to_time(residents, images, pool, rng):
     return {'swap': swap, 'allocate': allocate, 'memcpy': memcpy, 'memcpy, all cores': memcpy_all_cores}
 
 def one_round(things, residents, rng):
-    seconds = {name: {rank: [] for rank in RANKS} for name in things}
-    for rank in rng.sample(RANKS * TURNS, len(RANKS) * TURNS):
+    seconds = {thing: {kind: [] for kind in KINDS} for thing in things}
+    for kind in rng.sample(KINDS * TURNS, len(KINDS) * TURNS):
         adapters = rng.sample(range(EACH), len(things))
-        residents.drop(f'{rank}-{adapters[0]}') # the swap's, should it still be there
-        for (name, f), i in zip(things.items(), adapters):
+        residents.drop(name(kind, adapters[0])) # the swap's, should it still be there
+        for (thing, f), i in zip(things.items(), adapters):
             start = time.perf_counter()
-            f(rank, i)
-            seconds[name][rank].append(time.perf_counter() - start)
+            f(kind, i)
+            seconds[thing][kind].append(time.perf_counter() - start)
     return dict(seconds=seconds)
 
 def table(rounds, nbytes):
     heads = ('MB', 'swaps', 'swap P50', 'swap P99', 'GB/s', 'of memcpy', 'of all cores', 'alloc P50', 'alloc P99')
-    yield f'{"ms by rank":12}' + ''.join(f'{h:>14}' for h in heads)
-    for rank, n in nbytes.items():
-        times = {name: np.concatenate([r['seconds'][name][rank] for r in rounds]) for name in rounds[0]['seconds']}
-        p50, p99 = ({name: np.percentile(t, p) for name,t in times.items()} for p in (50, 99))
-        ms = lambda name: [f'{p[name] * 1e3:.2f}' for p in (p50, p99)]
-        shares = [f'{p50[name] / p50["swap"]:.2f}' for name in ('memcpy', 'memcpy, all cores')]
+    yield f'{"rank, in ms":16}' + ''.join(f'{h:>14}' for h in heads)
+    for kind, n in nbytes.items():
+        times = {thing: np.concatenate([r['seconds'][thing][kind] for r in rounds]) for thing in rounds[0]['seconds']}
+        p50, p99 = ({thing: np.percentile(t, p) for thing,t in times.items()} for p in (50, 99))
+        ms = lambda thing: [f'{p[thing] * 1e3:.2f}' for p in (p50, p99)]
+        shares = [f'{p50[thing] / p50["swap"]:.2f}' for thing in ('memcpy', 'memcpy, all cores')]
         speed = f'{n / p50["swap"] / 1e9:.1f}'
         cells = [f'{n / 1e6:.1f}', len(times['swap']), *ms('swap'), speed, *shares, *ms('allocate')]
-        yield f'{rank:<12}' + ''.join(f'{c:>14}' for c in cells)
+        yield f'{kind[0]} {kind[1] or "bfloat16":13}' + ''.join(f'{c:>14}' for c in cells)
+
+def record(rounds, nbytes, undisturbed):
+    "What the notebook draws: the swaps and what they are compared with, in ms."
+    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True).stdout.strip()
+    def times(thing, kind): return sorted(round(t * 1e3, 3) for r in rounds for t in r['seconds'][thing][kind])
+    things = 'swap', 'allocate', 'memcpy'
+    runs = [dict(rank=kind[0], dtype=kind[1] or 'bfloat16', nbytes=n, ms={thing: times(thing, kind) for thing in things})
+            for kind,n in nbytes.items()]
+    return dict(device=machine(), date=str(datetime.date.today()), commit=commit, undisturbed=undisturbed, runs=runs)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--reps', type=int, default=10, help=f'rounds, each with {TURNS} swaps of every rank')
-    parser.add_argument('--json', type=Path, help='keep all times in this file')
+    parser.add_argument('--reps', type=int, default=10, help=f'rounds, each with {TURNS} swaps of every kind')
+    parser.add_argument('--json', type=Path, help='keep the times in this file')
     args = parser.parse_args()
     layout, draw = PageLayout(open_base('smollm2').config, 16), np.random.default_rng(0)
-    images = {(rank, i): random_image(rank, layout, draw) for rank in RANKS for i in range(EACH)}
+    images = {(kind, i): random_image(*kind, layout, draw) for kind in KINDS for i in range(EACH)}
+    nbytes = {kind: images[kind, 0].nbytes for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(psutil.cpu_count()) as pool:
         residents, rng = residents_over(folder, images), random.Random(0)
         things = things_to_time(residents, images, pool, rng)
@@ -94,8 +107,7 @@ def main():
         residents.store.close()
     print(f'{machine()}; {len(images)} adapters, an arena of {residents.arena.nbytes / 1e6:.0f} MB')
     print(f'{len(quiet(runs))} of {len(runs)} rounds undisturbed\n')
-    for line in table(quiet(runs) or runs, {rank: images[rank, 0].nbytes for rank in RANKS}): print(line)
-    result = dict(machine=platform.platform(), jax=jax.__version__, rounds=runs)
-    if args.json: args.json.write_text(json.dumps(result, indent=1) + '\n')
+    for line in table(quiet(runs) or runs, nbytes): print(line)
+    if args.json: args.json.write_text(json.dumps(record(quiet(runs) or runs, nbytes, bool(quiet(runs)))) + '\n')
 
 if __name__ == '__main__': main()

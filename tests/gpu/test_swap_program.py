@@ -1,12 +1,13 @@
 """What the swap does on a GPU, read from its program; not a notebook cell, as it takes a CUDA compiler."""
-import importlib.metadata, re
+import re
 import jax.numpy as jnp, pytest
+from deviceless import compile_for_gpu, lower_for_cuda, needs_plugin, shape
 from lorajax.arena import write_pages
+from lorajax.core import ModelConfig
+from lorajax.images import PageLayout
+from lorajax.rows import renew
 
-try: importlib.metadata.version('jax-cuda13-plugin')
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("JAX's CUDA plugin is not installed; make gpu-check installs it", allow_module_level=True)
-from deviceless import compile_for_h200, lower_for_cuda, shape
+needs_plugin()
 
 P, WORDS = 1000, 184_320 # pages of SmolLM2: 30 layers, keys and values, 16 tokens, 192 numbers
 
@@ -19,7 +20,7 @@ def lowered(n):
     return lower_for_cuda(write_pages, words, chunk, shape((n,), jnp.int32))
 
 @pytest.fixture(scope='module')
-def executable(lowered): return compile_for_h200(lowered)
+def executable(lowered): return compile_for_gpu(lowered)
 
 @pytest.fixture(scope='module')
 def hlo(executable): return executable.hlo_modules()[0].to_string()
@@ -44,3 +45,19 @@ def test_the_buffer_is_written_in_place(executable, hlo, n):
     assert memory.alias_size_in_bytes == memory.output_size_in_bytes == P * WORDS * 2
     assert memory.host_argument_size_in_bytes == chunk and memory.host_temp_size_in_bytes == 0
     assert memory.temp_size_in_bytes < 1.1 * chunk + (1 << 20)
+
+def test_rows_are_renewed_in_place():
+    "A block at a time: as many rounds as blocks, and not as tiles."
+    layout = PageLayout(ModelConfig(vocab_size=512, width=576, mlp_width=1536, n_layers=30, n_heads=9, n_kv_heads=3,
+                                    head_dim=64, max_len=8192, tied=True), 16)
+    L, N, tiles = 30, 16, {'o': (9, 9), 'down': (24, 9)}
+    ids = lambda n: shape((L, N, n), jnp.int32)
+    which = shape((N,), jnp.bool_), shape((N,), jnp.int32), shape((), jnp.int32)
+    rows = lambda n: shape((L, N * 8, n * 64), jnp.bfloat16)
+    held = {g: (rows(a), (rows(b),)) for g,(a, b) in tiles.items()}
+    lowered = lower_for_cuda(renew, shape((P, layout.words), jnp.uint16), held,
+                             {g: [(ids(a), ids(b), *which)] for g,(a, b) in tiles.items()})
+    memory = compile_for_gpu(lowered).get_compiled_memory_stats()
+    size = sum(2 * L * N * 8 * n * 64 for g in tiles.values() for n in g)
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / N

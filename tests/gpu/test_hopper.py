@@ -1,0 +1,82 @@
+"""The Mosaic GPU product: simulated with a look-out for races, and its machine code for an H200; both too slow for cells."""
+from dataclasses import replace
+import jax, jax.numpy as jnp, ml_dtypes, numpy as np, pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
+from lorajax.hopper import SIDE, STAGES, lora_hopper, not_on_hopper
+from lorajax.kernels import page_group, paged_rows
+from deviceless import needs_plugin
+from ladder import aot, assemble
+
+# int8 words read as bfloat16 are any number at all, to the simulator's dismay
+pytestmark = pytest.mark.filterwarnings('ignore:(overflow|invalid value) encountered:RuntimeWarning')
+
+N_IN, WIDTHS = (STAGES + 1) * SIDE, (96, 40) # more steps than stages; outputs that end within a tile
+
+def example(ranks, S, seed=0): # ranks of each slot's modules, negative for int8
+    rng = np.random.default_rng(seed)
+    def module(rank, out):
+        if rank > 0: return *(rng.normal(size=(rank, n)).astype(ml_dtypes.bfloat16) for n in (N_IN, out)), rng.random(rank, 'f4')
+        return *(rng.integers(-127, 128, (-rank, n), np.int8) for n in (N_IN, out)), rng.random(-rank, 'f4')
+    g = page_group([[module(*m) for m in zip(one, WIDTHS)] for one in ranks])
+    return g, jnp.asarray(rng.normal(size=(len(ranks) + 1, S, N_IN)), jnp.bfloat16)
+
+def close(y, x, rows, slot): # [S, out], [S, in]
+    a, b, scale, owner = (np.asarray(r) for r in rows)
+    a, b, scale = (r[owner == slot].astype(np.float64) for r in (a, b, scale))
+    wanted = np.asarray(x, np.float64) @ a.T * scale @ b
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-2 * np.abs(wanted).max())
+
+@pytest.fixture(scope='module')
+def simulated(): # rows of slots 2, 0, 1: ranks 72 and 8, none, int8
+    g, x = example([(-9, -9), (72, 8)], SIDE - 3)
+    slots = jnp.array([2, 0, 1], jnp.int32)
+    ys = jax.block_until_ready(lora_hopper(x, g, slots, interpret=True))
+    return g, x, slots, ys
+
+def test_terms(simulated):
+    g, x, _, ys = simulated
+    for y, rows in zip(ys, paged_rows(g, N_IN)):
+        close(y[0], x[0], rows, slot=2)
+        assert not y[1].any()
+
+def test_no_races(simulated): assert not simulator.get_races().races_found
+
+def test_int8_is_seen(simulated):
+    "Refused where the flags can be read, and no number at all where they were not looked at."
+    g, x, slots, ys = simulated
+    assert 'int8' in not_on_hopper(jnp.zeros((3, SIDE, N_IN), jnp.bfloat16), g, slots)
+    assert all(jnp.isnan(y[2]).all() for y in ys)
+
+def test_a_layer_without_the_module():
+    "Slot 1 has no block in this layer; slot 2 lacks the second of its two."
+    g, x = example([(4, 4), (16, 16)], SIDE)
+    holed = lambda tables: tuple(t.at[0, jnp.array([0, 2])].set(-1) for t in tables)
+    g = replace(g, a=holed(g.a), b=holed(g.b))
+    ys = lora_hopper(x[:2], g, jnp.array([1, 2], jnp.int32), interpret=True)
+    for y, rows in zip(ys, paged_rows(g, N_IN)):
+        close(y[1], x[1], rows, slot=2)
+        assert not y[0].any()
+
+@pytest.mark.parametrize('ranks, S, reason', [([(8, 8)], SIDE - 1, '63 tokens a row'), ([(8, 8)], SIDE, None)])
+def test_reasons(ranks, S, reason):
+    g, x = example(ranks, S)
+    found = not_on_hopper(x, g, None)
+    assert found is None if reason is None else reason in found
+    assert 'float32' in not_on_hopper(x.astype(jnp.float32), g, None)
+
+def test_machine_code(tmp_path, monkeypatch, record_property):
+    needs_plugin()
+    monkeypatch.setenv('MOSAIC_GPU_DUMP_TO', str(tmp_path))
+    monkeypatch.setenv('MOSAIC_GPU_DUMP_PTX', '1')
+    g, x = example([(16, 16), (64, 64)], 2 * SIDE)
+    slots = jnp.zeros(len(x), jnp.int32)
+    g = jax.tree.map(lambda t: jax.ShapeDtypeStruct((1_000_000, 8, 64), t.dtype) if t is g.words else t, g)
+    program = aot(lora_hopper, x, g, slots)
+    assert program.memory.temp_size_in_bytes < 1 << 20 # the buffer of 1 GB is not copied to change its dtype
+    files = sorted(tmp_path.glob('*.ptx'))
+    assert len(files) == 2
+    for ptx in files:
+        [kernel] = assemble(ptx, 'sm_90a').values()
+        record_property(f'registers of {ptx.stem}', kernel.registers)
+        assert kernel.spills == kernel.stack == 0
+        assert kernel.uses('HGMMA') and kernel.uses('UTMALDG') and kernel.uses('UTMASTG')

@@ -1,0 +1,231 @@
+"""Hundreds of requests against dense arithmetic, with everything going on at once: nothing that a cell could show."""
+import asyncio, random, threading, time
+from collections import Counter
+from dataclasses import replace
+import jax, numpy as np, pytest
+import dense
+from lorajax import engine as engine_module
+from lorajax.adapters import Adapter, LoraPair, invoked_at, random_adapter
+from lorajax.base import random_base
+from lorajax.core import ModelConfig, Refused, ResponseFormat, Sampling
+from lorajax.engine import Config, Engine, generate, stream
+from lorajax.model import random_tensors
+
+M0 = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=160)
+LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+SMALL = Config(rows=4, slots=3, max_rank=16, chunks=((1, 8), (2, 16)), max_len=160, block=8, memory=260 << 10,
+               prompt_logprobs=False)
+BASE, WEIGHTS = random_base(M0), random_tensors(M0)
+GREEDY = Sampling(max_new_tokens=8, ignore_eos=True)
+
+@pytest.fixture
+def checked(monkeypatch):
+    "An engine maker whose engines check their books after every step, and give everything back."
+    made, step = [], engine_module._run_plan
+    def and_check(engine, plan):
+        step(engine, plan)
+        engine.scheduler.check()
+    monkeypatch.setattr(engine_module, '_run_plan', and_check)
+    def make(config=SMALL, base=BASE):
+        made.append(Engine(base, config))
+        return made[-1]
+    yield make
+    for engine in made:
+        if engine.failed: continue
+        engine.drain()
+        def nothing_leaks():
+            pages, kept = engine.residents.pages, engine.names.kept
+            pages.check()
+            assert pages.available == pages.capacity and not engine._live
+            named = Counter(n.version for n in engine.names.known.values())
+            parts = Counter(p for v in named if v in engine.residents.recipes for p,_ in engine.residents.recipes[v])
+            assert +Counter({v: n for v,n in kept.items() if v}) == named + parts and not kept[None]
+        engine.call(nothing_leaks)
+        engine.close()
+
+def fleet():
+    "24 adapters: ranks 1 to 16, several sets of targets, two activated, one with a routing token."
+    targets = [('q_proj', 'v_proj'), LINEARS, ('down_proj',), ('k_proj', 'o_proj', 'up_proj')]
+    plain = [random_adapter(M0, f'a{i}', 1 + 5 * i % 16, targets[i % 4], seed=i, std=.3) for i in range(21)]
+    odd = [random_adapter(M0, f'x{i}', 4, LINEARS, seed=50 + i, std=.3).modules for i in range(3)]
+    return plain + [Adapter('x0', odd[0], invocation=(7, 9)), Adapter('x1', odd[1], invocation=(8,)),
+                    Adapter('x2', odd[2], routing=np.random.default_rng(5).normal(size=32))]
+
+def cold(adapter, ids, n, memo={}):
+    "What a request on its own must say."
+    key = adapter and adapter.fingerprint, tuple(ids), n
+    if key not in memo:
+        w = dense.merged(WEIGHTS, adapter.modules) if adapter else WEIGHTS
+        start = invoked_at(adapter.invocation, ids) if adapter else 0
+        routed = adapter is not None and adapter.routing is not None
+        memo[key] = dense.greedy(M0, w, [-1] * routed + list(ids), n, before=WEIGHTS, start=start,
+                                 routing=adapter.routing if routed else None)
+    return memo[key]
+
+def tokens(completion): return [t.token for t in completion.tokens]
+
+def test_500_requests_of_24_versions_in_an_arena_too_small(checked):
+    rng, engine, adapters = random.Random(0), checked(), {a.name: a for a in fleet()}
+    for a in adapters.values(): engine.load(a)
+    adapters[None] = None
+    openings = [[rng.randrange(256) for _ in range(20)] for _ in range(4)]
+    waiting, preempted = [], Counter()
+    def collect(one):
+        name, ids, n, running, cancel_after = one
+        got, finish = [], None
+        for e in running:
+            finish = e.finish
+            if e.scored: got.append(e.scored.token)
+            if finish is None and cancel_after is not None and len(got) > cancel_after: running.cancel()
+        want = cold(adapters[name], ids, n)
+        assert got == want[:len(got)], f'{name} after {ids} said {got}, not {want}'
+        assert finish == 'length' and len(got) == n or finish == 'cancelled' and cancel_after is not None
+    for i in range(520):
+        name = rng.choice([None, *(n for n in adapters if n)][:1 + min(24, 2 + i // 12)])
+        ids = rng.choice(openings)[:rng.randrange(1, 21)] + [rng.randrange(256) for _ in range(rng.randrange(1, 30))]
+        if name in ('x0', 'x1') and rng.random() < .8: ids[len(ids) // 2:len(ids) // 2 + 2] = [7, 9] if name == 'x0' else [8]
+        n = rng.randrange(1, 10)
+        running = engine.submit(ids, name, replace(GREEDY, max_new_tokens=n), priority=rng.choice([0, 0, 1]))
+        waiting.append((name, ids, n, running, rng.randrange(4) if rng.random() < .1 else None))
+        if len(waiting) > 14: collect(waiting.pop(rng.randrange(len(waiting))))
+    for one in waiting: collect(one)
+    stats = engine.stats()
+    total = sum(stats.hits.values(), type(next(iter(stats.hits.values())))())
+    assert total.cached > 500 and stats.preemptions > 3 and stats.swaps > 24, stats
+
+def test_zero_compilations_in_traffic(checked):
+    engine, compiled = checked(), []
+    for a in fleet()[:8]: engine.load(a)
+    listen = lambda event, seconds, **kw: compiled.append(event) if 'backend_compile' in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        rules = [replace(GREEDY, temperature=1., seed=1, top_p=.9, presence_penalty=.5, logit_bias={3: 2.}), GREEDY,
+                 replace(GREEDY, logprobs=3, n=2)]
+        for i in range(12): generate(engine, [[1, 2, 3] * (i + 1)] * 3, [f'a{i % 8}', f'a{(i + 3) % 8}', None], rules)
+    finally: jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+
+def test_composition_and_reload_under_the_same_name(checked):
+    engine = checked()
+    one, two = (random_adapter(M0, 'one', 3, LINEARS, seed=s, std=.3) for s in (1, 2))
+    engine.load(one), engine.load(two, 'two')
+    engine.compose('mix', dict(one=.7, two=-.4))
+    def weighed(**weights): # the dense sum
+        w = dict(WEIGHTS)
+        for a,f in weights.items():
+            parts = {p: LoraPair(m.a, m.b, f * m.scale) for p,m in dict(one=one, two=two)[a].modules.items()}
+            w = dense.merged(w, parts)
+        return w
+    ids, want = list(b'composed'), dense.greedy(M0, weighed(one=.7, two=-.4), list(b'composed'), 8)
+    assert tokens(generate(engine, [ids], ['mix'], GREEDY)[0][0]) == want
+    slow = engine.submit(ids, 'one', replace(GREEDY, max_new_tokens=100))
+    engine.load(two, 'one') # the name moves; the running request doesn't
+    assert tokens(generate(engine, [ids], ['one'], GREEDY)[0][0]) == cold(two, ids, 8)
+    assert [e.scored.token for e in slow] == cold(one, ids, 100)
+    assert tokens(generate(engine, [ids], ['mix'], GREEDY)[0][0]) == want, 'a composition keeps its parts'
+    engine.unload('mix')
+    with pytest.raises(Refused, match="no adapter 'mix'"): engine.submit(ids, 'mix')
+    with pytest.raises(Refused, match='to unload'): engine.unload('mix')
+
+def test_B33_B35_versions_never_share_a_prefix(checked):
+    engine, ids = checked(replace(SMALL, memory=1 << 20)), list(range(100, 113))
+    adapters = {f'on_{t}': random_adapter(M0, f'on_{t}', 4, (t,), seed=3, std=.5) for t in ('q_proj', 'v_proj', 'down_proj')}
+    for a in adapters.values(): engine.load(a)
+    for name in [None, *adapters, *adapters, None]:
+        out, = generate(engine, [ids], [name], GREEDY)[0]
+        assert tokens(out) == cold(adapters.get(name), ids, 8)
+    hits = engine.stats().hits
+    assert all(h.found == 1 for h in hits.values()) and len(hits) == 4, 'each found its own block, the second time'
+
+def test_an_activated_adapter_shares_the_base_prefix(checked):
+    engine, ids = checked(replace(SMALL, memory=1 << 20)), [*range(50, 66), 7, 9, 1]
+    active = fleet()[-3]
+    engine.load(active)
+    generate(engine, [ids], [None], GREEDY)
+    running = engine.submit(ids, 'x0', GREEDY)
+    assert [e.scored.token for e in running] == cold(active, ids, 8) != cold(None, ids, 8)
+    assert running.cached == 16
+
+def test_n_answers_fork_after_the_prompt(checked):
+    engine, ids = checked(), list(range(30, 50))
+    warm = Sampling(max_new_tokens=6, temperature=1., seed=5, n=3, ignore_eos=True)
+    out, = generate(engine, [ids], None, warm)
+    again, alone = generate(engine, [ids, ids], None, [warm, replace(warm, n=1)])
+    assert [tokens(c) for c in out] == [tokens(c) for c in again] and tokens(alone[0]) == tokens(out[0])
+    assert len({tuple(tokens(c)) for c in out}) == 3
+    greedy, = generate(engine, [ids], None, replace(GREEDY, n=2))
+    assert [tokens(c) for c in greedy] == [cold(None, ids, 8)] * 2
+
+def test_B37_prompt_logprobs_over_a_cached_prefix(checked):
+    engine = checked(replace(SMALL, memory=1 << 20, prompt_logprobs=True))
+    for length in (1, 3, 4, 5, 8, 15, 16, 17, 32, 33):
+        ids = [(7 * i + length) % 256 for i in range(length)]
+        want = np.array(dense.logits(M0, WEIGHTS, ids))
+        want -= np.log(np.exp(want - want.max(-1, keepdims=True)).sum(-1, keepdims=True)) + want.max(-1, keepdims=True)
+        for rules in (replace(GREEDY, max_new_tokens=1), replace(GREEDY, max_new_tokens=0, echo=True),
+                      replace(GREEDY, max_new_tokens=1, echo=True)):
+            out, = generate(engine, [ids], None, replace(rules, logprobs=2))[0]
+            if not rules.echo: continue
+            assert [t.token for t in out.prompt] == ids and out.prompt[0].logprob is None and len(out.tokens) == rules.max_new_tokens
+            got = [t.logprob for t in out.prompt[1:]]
+            np.testing.assert_allclose(got, [want[i, t] for i,t in enumerate(ids[1:])], atol=1e-4)
+            for i,t in enumerate(out.prompt[1:]): assert [k for k,_ in t.top] == list(np.argsort(-want[i])[:2])
+
+def test_stops_formats_and_logprobs_reach_the_answer(checked):
+    engine = checked()
+    text = generate(engine, ['abc'], None, GREEDY)[0][0].text
+    cut = next(c for c in text if c.isprintable())
+    out = generate(engine, ['abc'], None, replace(GREEDY, stop=cut))[0][0]
+    assert out.finish == 'stop' and out.text == text[:text.index(cut)]
+    digits = Sampling(max_new_tokens=20, response_format=ResponseFormat('regex', '[0-9]{3}-[0-9]{2}'), logprobs=2)
+    out = generate(engine, ['abc'], None, digits)[0][0]
+    assert out.finish == 'stop' and len(out.text) == 6 and out.text[3] == '-' and out.text.replace('-', '').isdigit()
+    assert all(t.logprob <= t.top[0][1] + 1e-6 for t in out.tokens)
+
+def test_events_come_to_threads_and_coroutines(checked):
+    engine = checked()
+    async def both():
+        async def one(name):
+            return [e.scored.token async for e in engine.submit([1, 2, 3], name, GREEDY)]
+        return await asyncio.gather(one(None), one(None))
+    assert asyncio.run(both()) == [cold(None, [1, 2, 3], 8)] * 2
+    events = stream(engine, [[1, 2]] * 3, None, replace(GREEDY, max_new_tokens=100))
+    next(events), events.close() # whoever stops listening cancels
+    engine.drain()
+
+def test_B41_what_can_never_fit_is_refused_and_blocks_nobody(checked):
+    engine = checked(replace(SMALL, memory=30 << 10))
+    with pytest.raises(Refused, match='the limit is 160'): engine.submit([1] * 150, None, replace(GREEDY, max_new_tokens=11))
+    with pytest.raises(Refused, match='enlarge the pool'): engine.submit([1] * 120, None, GREEDY)
+    assert tokens(generate(engine, [[1, 2, 3]], None, GREEDY)[0][0]) == cold(None, [1, 2, 3], 8)
+
+@pytest.mark.parametrize('make, sentence', [
+    (lambda e: e.submit(''), 'empty prompt'), (lambda e: e.submit([300]), 'token id 300'), (lambda e: e.submit(3), 'type int'),
+    (lambda e: e.submit([1], 'nobody'), "no adapter 'nobody'"),
+    (lambda e: e.load(random_adapter(M0, 'wide', 17)), 'rank 17, and the engine serves up to 16'),
+    (lambda e: e.load(random_adapter(M0, 'head', 4, ('lm_head',))), 'larger outside'),
+    (lambda e: e.load(random_adapter(M0), 'a.b'), 'without dots'),
+    (lambda e: e.compose('sum', dict(nobody=1.)), "no adapter 'nobody'"),
+    (lambda e: generate(e, 'hello'), 'put a single prompt into a list'),
+    (lambda e: e.submit([1], None, replace(GREEDY, logit_bias={400: 1.})), 'token id 400'),
+    (lambda e: e.submit([1], None, replace(GREEDY, echo=True, logprobs=1)), 'no log-probabilities of prompts')])
+def test_refusals_come_at_once_and_leave_nothing(checked, make, sentence):
+    engine = checked()
+    with pytest.raises(Refused, match=sentence): make(engine)
+
+def test_deadlines_priorities_and_closing():
+    engine = Engine(BASE, SMALL)
+    late = engine.submit([1, 2], None, replace(GREEDY, max_new_tokens=150), timeout=.05)
+    assert [e.finish for e in late][-1] == 'deadline'
+    running = engine.submit([1, 2], None, replace(GREEDY, max_new_tokens=150))
+    engine.close()
+    assert [e.finish for e in running][-1] == 'cancelled'
+    with pytest.raises(Refused, match='closed'): engine.submit([1])
+
+def test_head_and_embedding_adapters_are_served_where_there_is_room(checked):
+    engine = checked(replace(SMALL, outside=8, memory=1 << 20))
+    both = random_adapter(M0, 'both', 5, ('lm_head', 'embed_tokens', 'q_proj'), std=.3)
+    engine.load(both)
+    ids = list(b'edges')
+    out = generate(engine, [ids, ids], ['both', None], GREEDY)
+    assert [tokens(c[0]) for c in out] == [cold(both, ids, 8), cold(None, ids, 8)]
