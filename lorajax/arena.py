@@ -56,8 +56,8 @@ class Arena:
         n_pages:int, # in the buffer; page 0 is scratch
     ):
         self.layout, self.n_pages = layout, n_pages
-        self.words = jnp.zeros((n_pages, layout.words), layout.word)
         place = lambda kind: jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+        self.words = jnp.zeros((n_pages, layout.words), layout.word, device=place('device')) # as programs give it back
         shape = lambda n: (jax.ShapeDtypeStruct((n, layout.words), layout.word, sharding=place('pinned_host')),
                            jax.ShapeDtypeStruct((n,), jnp.int32, sharding=place('device')))
         sizes = [1 << i for i in range(LARGEST_CHUNK.bit_length()) if 1 << i < n_pages]

@@ -143,9 +143,10 @@ def _step(base, tasks, arrays, records, step, recipe, shape) -> bool: # False if
     g = _batch_gradient(base, [tasks[i] for i in active], [arrays[i]['numbers'] for i in active], scales, step, recipe, shape)
     new = [update(arrays[i]['numbers'], arrays[i]['state'], *of, recipe) for i,*of in zip(active, g.grads, g.counts)]
     losses, norms = np.asarray(g.sums / g.counts), np.array([norm for *_,norm in new])
-    for i,loss,norm in zip(active, losses, norms):
-        if not np.isfinite([loss, norm]).all(): records[i] = records[i] | dict(stopped='diverged')
-    if not np.isfinite([losses, norms]).all(): return False
+    if not np.isfinite([losses, norms]).all():
+        to_blame = losses if not np.isfinite(losses).all() else norms
+        for i,x in zip(active, to_blame): records[i] = records[i] if np.isfinite(x) else records[i] | dict(stopped='diverged')
+        return False
     for i,(numbers, state, _),loss in zip(active, new, losses):
         arrays[i] = arrays[i] | dict(numbers=numbers, state=state)
         records[i] = records[i] | dict(losses=[*records[i]['losses'], float(loss)])

@@ -10,11 +10,11 @@ from functools import partial
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 from jax import Array
-from . import ops
 from .adapters import Adapter, LoraPair
 from .base import Base
 from .core import EMBEDDING, HEAD, LAYER_MODULES, ModelConfig, Refused, module_shapes, quoted
 from .examples import Rows
+from .gradients import lora
 from .lora_config import LoraSettings, adapts, rank_at, scale_at
 from .loss import target_losses
 from .ops import LoraGroup
@@ -140,13 +140,13 @@ def dropped_lora(
     keys:Array, # [B] one random key a row
     rates:Array, # [slots] float32 share of the input that each slot drops
 ) -> tuple[Array, ...]: # m times [B, S, out_m] float32
-    "`ops.lora` with dropout before A."
+    "The product with dropout before A."
     keep = 1 - rates[slots]
     def module(n):
         own = jax.vmap(lambda k: jax.random.fold_in(jax.random.fold_in(k, layer), 8 * list(MODULES).index(name) + n))(keys)
         mask = jax.vmap(lambda k, p: jax.random.bernoulli(k, p, x.shape[1:]))(own, keep)
         kept = jnp.where(mask, x / keep[:, None, None].astype(x.dtype), jnp.zeros((), x.dtype))
-        return ops.lora(kept, _single(g, n), slots)[0]
+        return lora(kept, _single(g, n), slots)[0]
     return tuple(module(n) for n in range(len(g.bs)))
 
 # %% ../nbs/17_train.ipynb #4a248e1a
@@ -164,7 +164,8 @@ class Gradient:
 def _gradient(graph, weights, numbers, scales, rows, keys, rates, config, remat):
     decoder, n = nnx.merge(graph, weights), len(numbers)
     dtype = decoder.embed[...].dtype
-    product = None if rates is None else partial(dropped_lora, rates=rates)
+    plain = lambda x, g, slots, name, layer, keys: lora(x, g, slots)
+    product = plain if rates is None else partial(dropped_lora, rates=rates)
     def loss(numbers):
         tokens = [x.get('routing', jnp.zeros(config.width)) for x in numbers]
         routing = jnp.stack([jnp.zeros(config.width), *tokens]).astype(dtype)

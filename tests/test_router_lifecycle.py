@@ -1,12 +1,12 @@
 "Not notebook cells: retraining in another process under load, several processes on one folder, and every way a log can be bad."
-import asyncio, json, os, subprocess, sys, time
+import asyncio, json, subprocess, sys, time, zlib
 from dataclasses import replace
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 from lorajax.core import Refused
-from lorajax.lifecycle import (DAY, WEEK, Feedback, FeedbackLog, Follower, ModelFolder, Retrained, Shadow, drift, due, feedback,
-                               fitted, joined, retrain, rows_of, schema_digest, shadow)
+from lorajax.lifecycle import (DAY, WEEK, Feedback, FeedbackLog, Follower, ModelFolder, Shadow, drift, due, feedback, fitted,
+                               joined, retrain, rows_of, schema_digest, shadow)
 from lorajax.route_cli import route_app
 from lorajax.router import Routed, Router, RouteRequest
 from lorajax.router_model import encoded, fit_model, split, support_examples, train
@@ -133,15 +133,13 @@ def test_incremental_then_full_and_every_version_can_be_gone_back_to(folder, log
 def test_a_worse_model_is_not_promoted(folder, model):
     log = FeedbackLog(folder.path / 'poison')
     names = sorted(LINES)
-    for f in outcomes(model, [(t, names[zlib_of(t) % 17]) for t,_ in autumn(4)]): log.append(f) # nonsense that nothing can learn
+    for f in outcomes(model, [(t, names[zlib.crc32(t.encode()) % 17]) for t,_ in autumn(4)]): log.append(f) # nonsense that nothing can learn
     good = outcomes(model, TEST, now=5000)
     for f in good: log.append(f)
     state = folder.state()
     done = retrain(folder, log, now=WEEK)
     if not done.promoted: assert folder.state() == state and done.why == 'the new model may be worse'
     assert done.shadow is not None and done.promoted == done.shadow.not_worse()
-
-def zlib_of(text): import zlib; return zlib.crc32(text.encode())
 
 @pytest.mark.parametrize('low,promoted', [(-.02, False), (-.005, True)])
 def test_promotion_follows_the_interval(folder, log, monkeypatch, low, promoted):

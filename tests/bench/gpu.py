@@ -188,12 +188,15 @@ def swaps(nbytes, times):
         if i > 1:
             found['swap'].append(middle - start)
             found['allocate'].append(time.perf_counter() - middle)
-    return {name: dict(ms_p50=float(np.percentile(t, 50) * 1e3), ms_p99=float(np.percentile(t, 99) * 1e3)) for name,t in found.items()}
+    ms = lambda times, percent: float(np.percentile(times, percent) * 1e3)
+    return {name: dict(ms_p50=ms(times, 50), ms_p99=ms(times, 99)) for name,times in found.items()}
 
 def choices(blocks):
     "Block sizes near `blocks`, one thing changed at a time."
-    for part, changes in dict(shrink=dict(blocks=(1, 2, 4), tiles=(1, 2), span=(4, 8, 16), lanes=(1, 2, 4), warps=(1, 2, 4, 8), stages=(2, 3, 4, 5)),
-                              expand=dict(blocks=(2, 4), tiles=(1, 2, 4, 8), warps=(1, 2, 4, 8), stages=(2, 3, 4))).items():
+    small, warps, stages = (1, 2, 4), (1, 2, 4, 8), (2, 3, 4, 5)
+    shrink = dict(blocks=small, tiles=(1, 2), span=(4, 8, 16, 1024), lanes=small, warps=warps, stages=stages)
+    expand = dict(blocks=(2, 4), tiles=(1, 2, 4, 8), warps=warps, stages=stages)
+    for part, changes in dict(shrink=shrink, expand=expand).items():
         for field, values in changes.items():
             for value in values: yield replace(blocks, **{part: replace(getattr(blocks, part), **{field: value})})
     for tokens in (1, 16, 32, 64, 128): yield replace(blocks, tokens=tokens)

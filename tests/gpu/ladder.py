@@ -20,6 +20,8 @@ def lowered_ttir_run(f, *args, arch='sm_90a'):
     out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), arch)
     return jax.tree.unflatten(jax.tree.structure(result), out)
 
+CALLS = ('jit', 'pjit', 'closed_call', 'custom_vjp_call', 'custom_jvp_call') # only name a jaxpr and run it
+
 def _evaluate(jaxpr, consts, args, arch):
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda v: v.val if isinstance(v, core.Literal) else known[v]
@@ -27,7 +29,7 @@ def _evaluate(jaxpr, consts, args, arch):
         given = [read(v) for v in eqn.invars]
         inner = eqn.params.get('jaxpr', eqn.params.get('call_jaxpr'))
         if eqn.primitive.name == 'pallas_call': out = _run_kernel(eqn, given, arch)
-        elif hasattr(inner, 'consts') and eqn.primitive.name in ('jit', 'pjit', 'custom_vjp_call', 'custom_jvp_call', 'closed_call'):
+        elif hasattr(inner, 'consts') and eqn.primitive.name in CALLS:
             out = _evaluate(inner.jaxpr, inner.consts, given, arch)
         else:
             assert 'pallas_call' not in str(inner), f'a kernel inside {eqn.primitive.name}'
