@@ -86,7 +86,7 @@ class Linear:
         self.tensors, self.w, self.b = tensors, tensors['w'], tensors['b'] # [128, labels], [labels]
 
     @classmethod
-    def fit(cls, rows:Rows, seed:int=0, start:Linear|None=None, steps:int=1000, c:float=60.):
+    def fit(cls, rows:Rows, seed:int=0, start:Linear|None=None, steps:int=1000, c:float=40.):
         "Fitted by L-BFGS, from `start` if there is one; `c` is the inverse of the penalty on the weights."
         sklearn, found = needs('sklearn.linear_model', 'router-train'), _present(rows)
         model = sklearn.LogisticRegression(C=c, max_iter=steps, warm_start=start is not None, random_state=seed)

@@ -11,16 +11,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 from .adapters import check_name
-from .base import Base
+from .base import DTYPES, Base
+from .coefficients import blended_losses, descend
 from .core import Refused
 from .examples import fitting, read_examples
-from .lora_config import LoraSettings, check_adapter_config
-from .merge import rounded
+from .fit import Task, fit
+from .lora_config import check_adapter_config
+from .merge import check_sum, rounded
 from .peft import save_adapter
 from .sparse_merge import METHODS, merged
+from .train import Recipe, fresh_adapter
 
 # %% auto #0
-__all__ = ['named_paths', 'add_train', 'add_merge']
+__all__ = ['SAVE_HELP', 'MAX_LEN_HELP', 'named_paths', 'add_train', 'add_merge']
 
 # %% ../nbs/17d_cli_train.ipynb #ff9f6d74
 def named_paths(
@@ -37,47 +40,64 @@ def named_paths(
         found[name] = path
     return found
 
-def _training():
-    "The modules that need optax."
-    try: from lorajax import coefficients, fit, train
-    except ModuleNotFoundError as e:
-        if e.name != 'optax': raise
-        raise Refused("training needs optax; install it with: pip install 'lorajax[train]'") from None
-    return coefficients, fit, train
-
-def _fresh_path(path:Path) -> Path:
+def _check_free(path):
     if path.exists(): raise Refused(f'{path} is there already; choose another directory')
-    return path
 
 # %% ../nbs/17d_cli_train.ipynb #21c048d7
+def _say(text): Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+
 def _examples(base, path, max_len):
     every = read_examples(path, base.tokenizer)
     short = fitting(every, max_len)
     if not short: raise Refused(f'{path}: all {len(every)} examples have more than {max_len} tokens; raise --max-len')
-    if len(short) < len(every):
-        Console(stderr=True).print(f'note: {path.name}: {len(every) - len(short)} of {len(every)} examples have more than '
-                                   f'{max_len} tokens and are left out', highlight=False, markup=False)
+    left_out = len(every) - len(short)
+    if left_out: _say(f'note: {path.name}: {left_out} of {len(every)} examples exceed {max_len} tokens and are left out')
     return short
 
+def _losses(p): # of a `Progress`
+    judged = lambda name: f' (held out {p.held_out[name]:.3f})' if name in p.held_out else ''
+    return ', '.join(f'{name} {loss:.3f}{judged(name)}' for name,loss in p.losses.items())
+
 def _watched(run, steps):
-    "Runs `run(watch)` with a bar that shows each adapter's loss; plain lines where the output is no terminal."
+    "What `run(watch)` returns, while its progress is shown."
     err = Console(stderr=True)
-    judged = lambda name, p: f' (held out {p.held_out[name]:.3f})' if name in p.held_out else ''
-    losses = lambda p: ', '.join(f'{name} {loss:.3f}{judged(name, p)}' for name,loss in p.losses.items())
-    if not err.is_terminal: return run(lambda p: p.step % 10 or print(f'{p.step}/{steps} {losses(p)}', file=err.file, flush=True))
+    def line(p):
+        if p.step % 10 == 0: _say(f'{p.step}/{steps} {_losses(p)}')
+    if not err.is_terminal: return run(line)
     columns = TextColumn('{task.description}', markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Bar(*columns, console=err, transient=True) as bar:
         task = bar.add_task('compiling', total=steps)
-        return run(lambda p: bar.update(task, completed=p.step, description=losses(p)))
+        return run(lambda p: bar.update(task, completed=p.step, description=_losses(p)))
 
 def _told(t, path):
     "One line on a trained adapter."
-    first, best = t.held_out[0][1] if t.held_out else None, min((x for _,x in t.held_out), default=None)
-    judged = f'held-out loss {first:.3f} -> {best:.3f}' if t.held_out else f'loss of its batches {t.losses[0]:.3f} -> {t.losses[-1]:.3f}'
-    end = dict(early=', stopped early', diverged=', went wrong: this is the last good checkpoint; lower --lr').get(t.stopped, '')
-    return f'{t.adapter.name}: {judged} after {len(t.losses)} updates{end}; saved in {path}'
+    judged = [loss for _,loss in t.held_out]
+    curve, what = (judged, 'held-out loss') if judged else (t.losses, 'loss of its batches')
+    last = min(curve, default=0) if judged else curve[-1] if curve else 0
+    ends = dict(early=', stopped early', diverged=', then it went wrong; this is the last good checkpoint, lower --lr')
+    seen = f'{what} {curve[0]:.3f} -> {last:.3f}' if curve else 'no loss'
+    return f'{t.adapter.name}: {seen} after {len(t.losses)} updates{ends.get(t.stopped, "")}; saved in {path}'
 
-# %% ../nbs/17d_cli_train.ipynb #ee3c2079
+# %% ../nbs/17d_cli_train.ipynb #54a96feb
+def _train(base, files, judges, out, recipe, lora, routing, max_len, checkpoints, save_dtype):
+    def task(i, name):
+        adapter = fresh_adapter(base, name, lora, recipe.seed + i, routing)
+        judge = _examples(base, judges[name], max_len) if name in judges else ()
+        return Task(adapter, _examples(base, files[name], max_len), judge)
+    tasks = [task(i, name) for i,name in enumerate(files)]
+    done = _watched(lambda watch: fit(base, tasks, recipe, checkpoints, watch=watch), recipe.steps)
+    for t in done:
+        save_adapter(rounded(t.adapter, save_dtype), out / t.adapter.name, base.name)
+        print(_told(t, out / t.adapter.name))
+    if any(t.stopped == 'diverged' for t in done): raise typer.Exit(1)
+
+def _check_dtype(name):
+    if name not in DTYPES: raise Refused(f'--save-dtype {name}: choose one of {", ".join(DTYPES)}')
+
+# %% ../nbs/17d_cli_train.ipynb #e267410e
+SAVE_HELP = f'Of the numbers in the file: {" or ".join(DTYPES)}.'
+MAX_LEN_HELP = 'Examples with more tokens are left out.'
+
 def add_train(
     app:typer.Typer,
     load:Callable[[str, str|None], Base], # from a model and a dtype to the base
@@ -86,11 +106,11 @@ def add_train(
     @app.command()
     def train(
         data:Annotated[list[str], typer.Option('--data', '-d', metavar='[NAME=]FILE',
-            help='JSON lines with input and output, messages, or text; repeat to train more adapters in the same batch.')],
+            help='JSON lines with input and output, messages, or text; repeat to train more adapters at once.')],
         out:Annotated[Path, typer.Option('--out', '-o', help='The directory in which each adapter gets its own.')],
         model:Annotated[str, typer.Option('--model', '-m', help='The base, as for generate.')]='smollm2',
         held_out:Annotated[list[str], typer.Option('--held-out', metavar='[NAME=]FILE',
-            help='Examples to judge an adapter by; needed for early stop.')]=[],
+            help='Examples to judge an adapter by.')]=[],
         rank:Annotated[int, typer.Option('--rank', '-r', help='Of every pair.')]=8,
         alpha:Annotated[float, typer.Option(help='The update is scaled by alpha/rank.')]=16.,
         rslora:Annotated[bool, typer.Option('--rslora', help='Scale by alpha over the root of the rank.')]=False,
@@ -101,50 +121,42 @@ def add_train(
         accumulate:Annotated[int, typer.Option(help='Batches in an update.')]=1,
         lr:Annotated[float, typer.Option(help='The highest learning rate.')]=1e-3,
         warmup:Annotated[int, typer.Option(help='Updates until it is reached.')]=10,
-        weight_decay:Annotated[float, typer.Option(help='Decoupled.')]=0.,
+        weight_decay:Annotated[float, typer.Option(help='Decoupled, times the learning rate.')]=0.,
         clip:Annotated[float, typer.Option(help="Largest norm of an adapter's gradient; 0 for no limit.")]=1.,
         dropout:Annotated[float, typer.Option(help="Share of A's input that is dropped.")]=0.,
-        max_len:Annotated[int, typer.Option(help='Longer examples are left out.')]=512,
-        patience:Annotated[int, typer.Option(help='Looks without a better held-out loss until an adapter stops; 0: never.')]=0,
+        patience:Annotated[int, typer.Option(help='Looks without a gain until an adapter stops; 0: never.')]=0,
         every:Annotated[int, typer.Option(help='Updates between two looks, and between two checkpoints.')]=50,
-        checkpoints:Annotated[Path|None, typer.Option(help='A directory from which the same command goes on.')]=None,
+        checkpoints:Annotated[Path|None, typer.Option(help='A directory; the same command goes on from there.')]=None,
         remat:Annotated[bool, typer.Option('--remat', help='Less memory for a third more work.')]=False,
         seed:Annotated[int, typer.Option(help='Fixes start, order and dropout.')]=0,
-        dtype:Annotated[str|None, typer.Option(help='Of the base: bfloat16 or float32.')]=None,
-        save_dtype:Annotated[str, typer.Option(help='Of the file: bfloat16 or float32.')]='bfloat16',
+        max_len:Annotated[int, typer.Option(help=MAX_LEN_HELP)]=512,
+        dtype:Annotated[str|None, typer.Option(help=f'Of the base: {" or ".join(DTYPES)}.')]=None,
+        save_dtype:Annotated[str, typer.Option(help=SAVE_HELP)]='bfloat16',
     ):
         "Train LoRA adapters on a frozen base, all of them in one batch."
-        coefficients, fit, make = _training()
         files, judges = named_paths('--data', data), named_paths('--held-out', held_out)
         for name in judges.keys() - files.keys(): raise Refused(f'--held-out {name}: no --data has that name')
-        paths = {name: _fresh_path(out / name) for name in files}
-        _dtype('--save-dtype', save_dtype)
-        if patience and not judges: raise Refused(f'--patience {patience} needs --held-out examples to judge by')
-        recipe = make.Recipe(steps, rows, accumulate, lr, warmup, weight_decay, clip, dropout, seed, every, patience, every, remat)
+        for name in files: _check_free(out / name)
+        _check_dtype(save_dtype)
+        if patience and not judges: raise Refused(f'--patience {patience}: give --held-out examples to judge by')
+        recipe = Recipe(steps, rows, accumulate, lr, warmup, weight_decay, clip, dropout, seed, every, patience, every,
+                        remat)
+        modules = targets if targets == 'all-linear' else targets.split(',')
         lora = check_adapter_config(dict(peft_type='LORA', r=rank, lora_alpha=alpha, use_rslora=rslora,
-                                         target_modules=targets if targets == 'all-linear' else targets.split(',')))
-        base = load(model, dtype)
-        def task(i, name):
-            judge = _examples(base, judges[name], max_len) if name in judges else ()
-            return fit.Task(make.fresh_adapter(base, name, lora, seed + i, routing), _examples(base, files[name], max_len), judge)
-        tasks = [task(i, name) for i,name in enumerate(files)]
-        done = _watched(lambda watch: fit.fit(base, tasks, recipe, checkpoints, watch=watch), steps)
-        for t in done: print(_told(t, save_adapter(rounded(t.adapter, save_dtype), paths[t.adapter.name], base.name)))
-        if any(t.stopped == 'diverged' for t in done): raise typer.Exit(1)
+                                         target_modules=modules))
+        _train(load(model, dtype), files, judges, out, recipe, lora, routing, max_len, checkpoints, save_dtype)
 
 # %% ../nbs/17d_cli_train.ipynb #24d04db7
-def _dtype(option, name):
-    if name not in ('bfloat16', 'float32'): raise Refused(f'{option} {name}: choose bfloat16 or float32')
-
 def _tuned(base, adapters, weights, files, max_len):
-    coefficients, *_ = _training()
+    "Weights for which the mean loss of the tasks is lower."
     for name in files.keys() - {a.name for a in adapters}: raise Refused(f'--tune {name}: no --adapter has that name')
-    losses = coefficients.blended_losses(base, adapters, [_examples(base, path, max_len) for path in files.values()])
-    found = coefficients.descend(losses, weights)
+    examples = [_examples(base, path, max_len) for path in files.values()]
+    found = descend(blended_losses(base, adapters, examples), weights)
     said = ', '.join(f'{a.name} {w:.3f}' for a,w in zip(adapters, found.weights))
     print(f'weights {said}: mean loss {found.before:.3f} -> {found.loss:.3f}')
     return list(found.weights)
 
+# %% ../nbs/17d_cli_train.ipynb #40ec8fd2
 def add_merge(
     app:typer.Typer,
     load:Callable[[str, str|None], Base], # from a model and a dtype to the base
@@ -152,7 +164,8 @@ def add_merge(
     "Gives the app the command `merge`."
     @app.command()
     def merge(
-        adapter:Annotated[list[str], typer.Option('--adapter', '-a', metavar='[NAME=]DIR', help='A PEFT directory; repeat.')],
+        adapter:Annotated[list[str], typer.Option('--adapter', '-a', metavar='[NAME=]DIR',
+            help='A PEFT directory; repeat for more.')],
         out:Annotated[Path, typer.Option('--out', '-o', help='The directory to make; its last part is the name.')],
         model:Annotated[str, typer.Option('--model', '-m', help='The base that they were made for.')]='smollm2',
         weight:Annotated[list[float], typer.Option('--weight', '-w',
@@ -162,18 +175,19 @@ def add_merge(
         density:Annotated[float|None, typer.Option(help='Share that prune, ties and dare keep; .5 by default.')]=None,
         seed:Annotated[int|None, typer.Option(help="Fixes dare's masks.")]=None,
         tune:Annotated[list[str], typer.Option('--tune', metavar='NAME=FILE',
-            help='Examples of a task; the weights are searched so that the mean of all tasks is best.')]=[],
-        max_len:Annotated[int, typer.Option(help='Longer examples are left out.')]=512,
-        save_dtype:Annotated[str, typer.Option(help='Of the file: bfloat16 or float32.')]='float32',
+            help="Examples of an adapter's task; the weights are searched for the best mean over all tasks.")]=[],
+        max_len:Annotated[int, typer.Option(help=MAX_LEN_HELP)]=512,
+        save_dtype:Annotated[str, typer.Option(help=SAVE_HELP)]='float32',
     ):
         "Merge adapters into one, and say what of the update is missing."
         folders, files = named_paths('--adapter', adapter), named_paths('--tune', tune)
-        _fresh_path(out), check_name(out.name), _dtype('--save-dtype', save_dtype)
+        _check_free(out), check_name(out.name), _check_dtype(save_dtype)
         base = load(model, None)
         adapters = [base.load_adapter(folder, name) for name,folder in folders.items()]
         weights = weight or [1.] * len(adapters)
+        check_sum(adapters, weights, out.name)
         if files: weights = _tuned(base, adapters, weights, files, max_len)
         m = merged(adapters, weights, method, rank, density, seed, out.name)
         save_adapter(rounded(m.adapter, save_dtype), out, base.name)
-        print(f'{out.name}: {len(m.adapter.modules)} modules, rank {m.adapter.max_rank}, {m.lost:.2%} of the update is missing; '
-              f'saved in {out}')
+        print(f'{out.name}: {len(m.adapter.modules)} modules, rank {m.adapter.max_rank}, '
+              f'{m.lost:.2%} of the update is missing; saved in {out}')

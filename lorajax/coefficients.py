@@ -59,7 +59,8 @@ def blended_losses(
     "The losses of a weighted sum, as a function that can be differentiated."
     check_sum(adapters, [1.] * len(adapters), 'blend')
     for a in adapters: check_examples(base, sum(map(list, held_out), []), a)
-    if adapters[0].routing is not None: raise Refused('a search for weights has no place for routing tokens; leave them out')
+    if adapters[0].routing is not None:
+        raise Refused('a search for weights has no place for routing tokens; leave them out')
     rows = batch_rows(sum(map(list, held_out), []), [1] * sum(map(len, held_out)))
     task = np.repeat(np.arange(len(held_out)), list(map(len, held_out)))
     groups = working_set(adapters, base.config, base.dtype)

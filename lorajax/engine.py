@@ -45,6 +45,7 @@ class Config:
     overtakes: int = 16 # see `Limits`
     prompt_logprobs: bool = True # whether `echo` with `logprobs` is served, which takes programs of its own
     backend: str|None = None # for `ops`
+    paged: bool|None = None # whether products read adapters in the arena's pages; None: on a GPU they do
 
 def default_memory() -> int: # bytes
     "Nine tenths of what is free on a GPU; half a gigabyte on a CPU, which shares it with everything else."
@@ -302,7 +303,7 @@ class Engine:
         blocks, outside = (-(-rank // RANK_BLOCK) for rank in (config.slots * config.max_rank, config.outside))
         shapes = step_shapes(config.rows, config.chunks, blocks, config.prompt_logprobs)
         self.runner = Runner(base, self.residents, shapes, config.slots, config.max_rank, max_len, outside, config.backend,
-                             progress)
+                             config.paged, progress)
         self.prompt_tokens = self.generated_tokens = self.preemptions = 0
         self._live, self._inbox, self._ids = {}, queue.SimpleQueue(), itertools.count(1)
         self._lock, self._closing = threading.Lock(), False

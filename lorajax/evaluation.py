@@ -97,7 +97,7 @@ def conversations(
     follow_ups:Sequence[str], # messages that say nothing by themselves
     n:int, # conversations
     users:int,
-    moves:float=.25, # chance that a turn changes the subject
+    moves:float=.2, # chance that a turn changes the subject
     vague:float=.4, # chance that a turn which doesn't is a follow-up
     length:int=8, # turns
     tokens:tuple[int, int]=(100, 700), # by which a turn makes the conversation longer, at least and at most

@@ -24,7 +24,7 @@ class Example:
 
 def end_token(t:Tokenizer) -> int:
     "The token that ends an answer."
-    if not t.eos_ids: raise Refused('this base has no end token, so no answer could be taught to end; choose another base')
+    if not t.eos_ids: raise Refused('this base has no end token, so no answer could learn to end; choose another base')
     if t.template is None: return t.eos_ids[0]
     turns = t.chat([dict(role='user', content='a'), dict(role='assistant', content='b')], add_generation_prompt=False)
     return next((i for i in reversed(turns) if i in t.eos_ids), t.eos_ids[0])
@@ -63,14 +63,17 @@ def read_examples(
 ) -> list[Example]:
     "The examples of a file."
     try:
-        with (gzip.open if str(path).endswith('.gz') else open)(path, 'rt', encoding='utf-8') as f: lines = f.readlines()
+        open_text = gzip.open if str(path).endswith('.gz') else open
+        with open_text(path, 'rt', encoding='utf-8') as f: lines = f.readlines()
     except (OSError, EOFError, ValueError) as e:
-        raise Refused(f'{path} cannot be read ({getattr(e, "strerror", None) or e}); give a file of JSON lines') from None
+        why = getattr(e, 'strerror', None) or e
+        raise Refused(f'{path} cannot be read ({why}); give a file of JSON lines') from None
     examples = []
     for i,line in enumerate(lines, 1):
         if not line.strip(): continue
         try: examples.append(_example(t, json.loads(line)))
-        except (Refused, ValueError, RecursionError) as e: raise Refused(f'{path}, line {i}: {e}; correct the line') from None
+        except (Refused, ValueError, RecursionError) as e:
+            raise Refused(f'{path}, line {i}: {e}; correct the line') from None
     if not examples: raise Refused(f'{path} has no examples; give a file with at least one line')
     return examples
 

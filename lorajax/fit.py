@@ -36,7 +36,8 @@ def check_tasks(
     if not tasks: raise Refused('there is nothing to train; give at least one task')
     names = [t.adapter.name for t in tasks]
     for t in tasks:
-        if names.count(t.adapter.name) > 1: raise Refused(f'two adapters are called {t.adapter.name!r}; give each its own name')
+        if names.count(t.adapter.name) > 1:
+            raise Refused(f'two adapters are called {t.adapter.name!r}; give each its own name')
         check_examples(base, [*t.examples, *t.held_out], t.adapter)
         if not t.examples: raise Refused(f'adapter {t.adapter.name!r} has nothing to learn from; give it examples')
 
@@ -59,8 +60,8 @@ def _keys(tasks, batch, recipe): # a random key for each row
         return jax.random.split(jax.random.fold_in(own, batch), recipe.rows)
     return jnp.concatenate([of(t) for t in tasks])
 
-def _batch_gradient(base, tasks, numbers, scales, step, recipe, shape) -> Gradient:
-    total = None
+def _batch_gradient(base, tasks, numbers, step, recipe, shape) -> Gradient:
+    total, scales = None, [scales_of(t.adapter, base.config) for t in tasks]
     rates = jnp.array([0.] + [recipe.dropout] * len(tasks), jnp.float32) if recipe.dropout else None
     for batch in range(step * recipe.accumulate, (step + 1) * recipe.accumulate):
         chosen = [_chosen(t, batch, recipe) for t in tasks]
@@ -85,8 +86,9 @@ def _judge(base, tasks, arrays, records, step, recipe):
     for i,loss in zip(judged, mean_losses(base, now)):
         r, better = records[i], loss < min((x for _,x in records[i]['held_out']), default=np.inf)
         if better: arrays[i] = arrays[i] | dict(best=arrays[i]['numbers'])
-        stopped = 'early' if recipe.patience and r['waited'] + 1 >= recipe.patience and not better else ''
-        records[i] = r | dict(held_out=[*r['held_out'], [step, loss]], waited=0 if better else r['waited'] + 1, stopped=stopped)
+        waited = 0 if better else r['waited'] + 1
+        stopped = 'early' if recipe.patience and waited >= recipe.patience else ''
+        records[i] = r | dict(held_out=[*r['held_out'], [step, loss]], waited=waited, stopped=stopped)
 
 # %% ../nbs/17a_fit.ipynb #90d8f0e8
 def _fingerprint(base, tasks, recipe):
@@ -103,21 +105,22 @@ class Checkpoints:
         self.folder, self.run = Path(folder).absolute(), run
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         try: self.manager = ocp.CheckpointManager(self.folder, options=options)
-        except OSError as e: raise Refused(f'{folder} cannot be written ({e.strerror}); choose another directory') from None
+        except OSError as e:
+            raise Refused(f'{folder} cannot be written ({e.strerror}); choose another directory') from None
 
     def save(self, step:int, arrays:Sequence, records:Sequence[dict]):
         "Keep the state after `step` updates."
         if step == self.manager.latest_step(): return
-        record = dict(run=self.run, records=records)
-        self.manager.save(step, args=ocp.args.Composite(arrays=ocp.args.StandardSave(list(arrays)), record=ocp.args.JsonSave(record)))
+        record = ocp.args.JsonSave(dict(run=self.run, records=list(records)))
+        self.manager.save(step, args=ocp.args.Composite(arrays=ocp.args.StandardSave(list(arrays)), record=record))
 
     def last(self, like:Sequence) -> tuple[int, list, list[dict]] | None: # like: arrays of the same shapes
         "Step, arrays and records of the newest checkpoint; None if there is none."
         if (step := self.manager.latest_step()) is None: return None
         record = self.manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
         if record['run'] != self.run:
-            raise Refused(f'{self.folder} holds another run, with another base, recipe, adapter or data; go on with what it '
-                          'was started with, or choose another directory')
+            raise Refused(f'{self.folder} holds another run, with another base, recipe, adapter or data; '
+                          'go on with what it was started with, or choose another directory')
         target = ocp.args.StandardRestore(list(like))
         return step, self.manager.restore(step, args=ocp.args.Composite(arrays=target)).arrays, record['records']
 
@@ -139,13 +142,14 @@ class Progress:
 
 def _step(base, tasks, arrays, records, step, recipe, shape) -> bool: # False if something is not finite
     active = [i for i,r in enumerate(records) if not r['stopped']]
-    scales = [scales_of(tasks[i].adapter, base.config) for i in active]
-    g = _batch_gradient(base, [tasks[i] for i in active], [arrays[i]['numbers'] for i in active], scales, step, recipe, shape)
-    new = [update(arrays[i]['numbers'], arrays[i]['state'], *of, recipe) for i,*of in zip(active, g.grads, g.counts)]
+    numbers = [arrays[i]['numbers'] for i in active]
+    g = _batch_gradient(base, [tasks[i] for i in active], numbers, step, recipe, shape)
+    new = [update(n, arrays[i]['state'], *of, recipe) for i,n,*of in zip(active, numbers, g.grads, g.counts)]
     losses, norms = np.asarray(g.sums / g.counts), np.array([norm for *_,norm in new])
     if not np.isfinite([losses, norms]).all():
         to_blame = losses if not np.isfinite(losses).all() else norms
-        for i,x in zip(active, to_blame): records[i] = records[i] if np.isfinite(x) else records[i] | dict(stopped='diverged')
+        for i,x in zip(active, to_blame):
+            if not np.isfinite(x): records[i] = records[i] | dict(stopped='diverged')
         return False
     for i,(numbers, state, _),loss in zip(active, new, losses):
         arrays[i] = arrays[i] | dict(numbers=numbers, state=state)

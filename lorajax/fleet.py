@@ -47,7 +47,7 @@ def clusters(
 ) -> list[list[int]]: # indices, in order
     "Average-linkage clusters."
     if type(budget) is not int or not 1 <= budget <= len(similarity):
-        raise Refused(f'budget={budget!r}; it must be a whole number from 1 to the {len(similarity)} adapters there are')
+        raise Refused(f'budget={budget!r}; there are {len(similarity)} adapters; give a whole number from 1 to that')
     groups, mean = [[i] for i in range(len(similarity))], similarity.astype(float).copy()
     np.fill_diagonal(mean, -np.inf)
     while len(groups) > budget:

@@ -87,7 +87,8 @@ def check_examples(
                       'and scored here')
     longest = max(len(e.tokens) for e in examples) + bool(adapter and adapter.routing is not None)
     if longest > base.config.max_len:
-        raise Refused(f'an example for {who!r} has {longest} tokens and the context is {base.config.max_len}; leave it out')
+        raise Refused(f'an example for {who!r} has {longest} tokens and the context is {base.config.max_len}; '
+                      'leave it out')
 
 # %% ../nbs/16e_loss.ipynb #8402e452
 def mean_losses(

@@ -14,6 +14,7 @@ from . import ops
 from .attention import PagedKV, write_kv
 from .core import ModelConfig, module_shapes
 from .images import PageLayout
+from .kernels import PagedGroup, tiles_for
 from .ops import LoraGroup
 from .working_set import GROUPS
 
@@ -134,12 +135,13 @@ class Layer(nnx.Module):
 # %% ../nbs/09_model.ipynb #aef5e6de
 def _served(backend): return lambda x, g, slots, name, layer: ops.lora(x, g, slots, backend=backend)
 
-def _lora_terms(groups, segments, product, layer):
-    "A function from a group's name and activations [T, in] to its terms side by side, [T, sum of out] float32."
+def _lora_terms(group, segments, slots, product, layer):
+    """A function from a group's name and activations [T, in] to its terms side by side, [T, sum of out] float32.
+
+    `group` gives the group of a name, or None; `slots` are those of each segment."""
     def terms(name, x):
-        if name not in groups: return None
-        each = zip(segments, split_tokens(x, segments))
-        own = (product(rows, groups[name], s.slots, name, layer) for s,rows in each)
+        if (g := group(name)) is None: return None
+        own = (product(rows, g, slot, name, layer) for rows,slot in zip(split_tokens(x, segments), slots))
         return join_tokens([jnp.concatenate(modules, axis=-1) for modules in own])
     return terms
 
@@ -182,7 +184,7 @@ class Decoder(nnx.Module):
         "The logits of what follows each state."
         h, head = self.norm(states), self.head or Linear(self.embed[...])
         alone = Segment(jnp.zeros((len(h), 1), jnp.int32), jnp.zeros((len(h), 1), jnp.int32), slots)
-        return head.sum32(h, _lora_terms(groups, [alone], product or _served(backend), 0)('head', h))
+        return head.sum32(h, _lora_terms(groups.get, [alone], [slots], product or _served(backend), 0)('head', h))
 
     def _embed(self, s, group, routing):
         x = self.embed[...][jnp.maximum(s.tokens, 0)]
@@ -196,7 +198,11 @@ class Decoder(nnx.Module):
 
     def _layers(self, x, rope, segments, memory, groups, backend, product, remat):
         graph, layers = nnx.split(self.layers)
-        stacked = {g: dict(a=groups[g].a, bs=groups[g].bs, scale=groups[g].scale) for g in GROUPS if g in groups}
+        paged = {g: groups[g] for g in GROUPS if isinstance(groups.get(g), PagedGroup)}
+        stacked = {g: dict(a=groups[g].a, bs=groups[g].bs, scale=groups[g].scale) for g in GROUPS
+                   if g in groups and g not in paged}
+        any_paged = next(iter(paged.values()), None)
+        slots = [tiles_for(s.slots, s.tokens.shape[1], any_paged) if any_paged else s.slots for s in segments]
         windows = jnp.array([self.c.window(i) for i in range(self.c.n_layers)], jnp.int32)
         def body(carry, xs):
             x, memory = carry
@@ -208,8 +214,10 @@ class Decoder(nnx.Module):
                     y, memory = memory.attend(i, window, s, *own, backend)
                     found.append(y)
                 return join_tokens(found)
-            layer = nnx.merge(graph, weights)
-            lora = _lora_terms({g: replace(groups[g], **own) for g,own in rows.items()}, segments, product, i)
+            def group(name):
+                if name in rows: return replace(groups[name], **rows[name])
+                if name in paged: return paged[name].at(i, memory.words if isinstance(memory, Paged) else paged[name].words)
+            layer, lora = nnx.merge(graph, weights), _lora_terms(group, segments, slots, product, i)
             x += layer.attention(x, attend, rope, lora)
             x += layer.mlp(x, lora)
             return (x, memory), None

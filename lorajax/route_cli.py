@@ -162,7 +162,7 @@ def _show(done):
     if done.skipped: _print(skipped=f'{done.skipped} lines of the log')
 
 async def _announce(url, version):
-    shared = SharedMemory(url, wait=1.)
+    shared = SharedMemory(url, wait=1., timeout=1.)
     shared.announce(version)
     await shared.close()
     if shared.outbox.waiting:

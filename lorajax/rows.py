@@ -12,12 +12,13 @@ from jax import Array
 from .arena import Residents, tile_view
 from .core import EMBEDDING, HEAD, LAYER_MODULES, ModelConfig, Refused, module_shapes
 from .images import CHANNELS, RANK_BLOCK, PageLayout, Pieces
+from .kernels import PagedGroup, mixed_slots
 from .ops import LoraGroup
 from .working_set import GROUPS
 
 # %% auto #0
 __all__ = ['OUTSIDE', 'module_paths', 'image_tiles', 'arena_tiles', 'ModulePlan', 'plan_rows', 'renew', 'RowBuffers',
-           'fetch_rows']
+           'fetch_rows', 'paged_groups']
 
 # %% ../nbs/07a_rows.ipynb #909b0dcf
 OUTSIDE = dict(embed=EMBEDDING, head=HEAD) # the groups outside the layers, of one module each
@@ -231,3 +232,17 @@ def _group(group, a, bs, plans, config): # -> LoraGroup
     scale, owner = np.concatenate([p.scale for p in plans], axis=1), np.concatenate([p.owner for p in plans])
     if group in OUTSIDE: a, bs, scale = a[0].T if group == 'embed' else a[0], (bs[0][0],), scale[0]
     return LoraGroup(a, bs, *jax.device_put((scale, owner, tuple(p.rows for p in plans))))
+
+# %% ../nbs/07a_rows.ipynb #47e400ee
+def paged_groups(
+    plan:dict[str, tuple[ModulePlan, ...]], # from `plan_rows`
+    layout:PageLayout, # of the arena
+) -> dict[str, PagedGroup]: # for the layers' groups; their buffer is a placeholder until the decoder puts its own in
+    "The plan as kernels read it."
+    shapes, nowhere = module_shapes(layout.config), np.zeros((1, RANK_BLOCK, CHANNELS), layout.word)
+    def group(name, plans):
+        of = lambda field: tuple(getattr(p, field) for p in plans)
+        mixed = tuple(mixed_slots(p.packed, p.first) for p in plans)
+        widths = tuple(shapes[paths[0]][1] for paths in module_paths(layout.config, name))
+        return PagedGroup(nowhere, of('a'), of('b'), of('scale'), of('packed'), mixed, of('first'), np.int32(0), widths)
+    return {name: jax.device_put(group(name, plans)) for name,plans in plan.items() if name in GROUPS}

@@ -41,11 +41,14 @@ def unpacked(value:bytes|None) -> Session|None:
     return Session(adapter, prefix) if all(type(n) is int and 0 <= n < 1 << 40 for n in sizes) else None
 
 # %% ../nbs/13e_shared_state.ipynb #c86a5e30
-def connected(url:str): # -> redis.asyncio.Redis, the exceptions that mean it is away
+def connected(
+    url:str,
+    timeout:float, # seconds after which a connection or a command is given up
+): # redis.asyncio.Redis, the exceptions that mean it is away
     "A client that doesn't try twice."
     aio, retry, backoff = (needs(f'redis.{m}', 'router') for m in ('asyncio', 'asyncio.retry', 'backoff'))
-    client = aio.Redis.from_url(url, socket_timeout=.25, socket_connect_timeout=.25, max_connections=64, protocol=2,
-                                driver_info=None, retry=retry.Retry(backoff.NoBackoff(), 0))
+    client = aio.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, max_connections=64,
+                                protocol=2, driver_info=None, retry=retry.Retry(backoff.NoBackoff(), 0))
     return client, (needs('redis.exceptions', 'router').RedisError, OSError, asyncio.TimeoutError)
 
 # %% ../nbs/13e_shared_state.ipynb #28d7c899
@@ -56,8 +59,10 @@ class Line:
         wait:float=.002, # seconds that anybody waits for an answer
         pause:float=1., # seconds between probes while Redis is away
         most:int=3, # failures in a row that open the breaker
+        timeout:float=.25, # seconds after which a late command is given up
     ):
-        (self.redis, self.errors), self.wait, self.pause, self.most = connected(url), wait, pause, most
+        self.redis, self.errors = connected(url, timeout)
+        self.wait, self.pause, self.most, self.timeout = wait, pause, most, timeout
         self.failures, self.counts, self.probe = 0, Counter(), None # of asked, late, failed, skipped
         self.back: Callable[[], None] = lambda: None # called when Redis is there again
 
@@ -80,6 +85,7 @@ class Line:
         if self.probe: self.probe.cancel()
         await self.redis.aclose()
 
+# %% ../nbs/13e_shared_state.ipynb #98666618
 async def probed(line:Line):
     "Try until Redis answers."
     while not line.up:
@@ -116,7 +122,7 @@ class Outbox:
             batch = dict(list(self.waiting.items())[:256])
             pipeline = self.line.redis.pipeline(transaction=False)
             for k,(value, ttl) in batch.items(): pipeline.set(k, value, ex=ttl)
-            if await self.line.ask(pipeline.execute(), wait=.25) is None: continue
+            if await self.line.ask(pipeline.execute(), wait=self.line.timeout) is None: continue
             for k,item in batch.items():
                 if self.waiting.get(k) is item: del self.waiting[k] # unless it was replaced meanwhile
 
@@ -143,7 +149,7 @@ class SharedMemory:
 
     async def start(self) -> bool: # whether Redis answers
         "Connect before the first request does."
-        return await self.line.ask(self.line.redis.ping(), wait=.5) is not None
+        return await self.line.ask(self.line.redis.ping(), wait=self.line.timeout) is not None
 
     async def read(self, user:str|None, session:str|None) -> Shared|None: # None: Redis is away or late
         keys = [key(self.prefix, 'user', user or ''), key(self.prefix, 'session', session or ''), self.prefix + 'model']

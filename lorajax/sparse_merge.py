@@ -21,7 +21,7 @@ __all__ = ['SPARSE', 'METHODS', 'check_density', 'keep_largest', 'keep_random', 
 def check_density(density:float):
     "Refuses a share that isn't above 0 and at most 1."
     if isinstance(density, (int, float)) and not isinstance(density, bool) and 0 < density <= 1: return
-    raise Refused(f'density={quoted(density)}; it must be above 0 and at most 1 (to drop all of an adapter, leave it out)')
+    raise Refused(f'density={quoted(density)}; it must be above 0 and at most 1; to drop a whole adapter, leave it out')
 
 def keep_largest(
     delta:np.ndarray, # [out, in] float32
@@ -129,5 +129,6 @@ def merged(
         return sparse_sum(adapters, weights, method, .5 if density is None else density, rank, seed or 0, name)
     total = weighted_sum(adapters, weights, name)
     if (rank or total.max_rank) > MAX_RANK:
-        raise Refused(f'the exact sum has rank {total.max_rank}, over the limit of {MAX_RANK}; choose svd and give a rank')
+        raise Refused(f'the exact sum has rank {total.max_rank}, over the limit of {MAX_RANK}; '
+                      'choose svd and give a rank')
     return compressed(total, rank or total.max_rank)

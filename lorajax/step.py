@@ -17,7 +17,7 @@ from .base import Base
 from .core import EMBEDDING, HEAD, MAX_BIASES, Sampling
 from .images import RANK_BLOCK, PageLayout, Pieces
 from .model import Paged, Segment
-from .rows import RowBuffers, plan_rows
+from .rows import OUTSIDE, RowBuffers, paged_groups, plan_rows
 from .sampler import Room, Sampled, SamplingRows, packed, penalises, sample, sampling_rows, score, unpacked
 
 # %% auto #0
@@ -191,16 +191,18 @@ class Runner:
         max_len:int, # positions of a row
         outside:int=0, # rank blocks for the embedding, and for the head; 0 for a runner that serves neither
         backend:str|None=None, # for `ops`
+        paged:bool|None=None, # whether products read the rank rows in the arena's pages; None: on a GPU they do
         progress:Callable=lambda shapes: shapes, # wraps the iteration over shapes, for a progress bar
     ):
         self.base, self.residents, self.shapes, self.layout = base, residents, shapes, residents.arena.layout
         self.slots, self.max_rank, self.outside, self.backend = slots, max_rank, outside, backend
+        self.paged = jax.default_backend() == 'gpu' if paged is None else paged
         self.width, self.room = -(-max_len // self.layout.block), Room(MAX_BIASES, max_len, -(-base.config.vocab_size // 32))
         self.graph, self.weights = nnx.split(base.decoder)
         nobody = Running({None: 0}, {}, jnp.zeros((slots + 1, base.config.width), base.dtype))
         self.buffers, self.running = {}, {0: nobody} # by the rank blocks of a shape
         for blocks in sorted({s.blocks for s in shapes} - {0}):
-            self.buffers[blocks] = RowBuffers(plan_rows(residents, [], blocks, slots, outside), self.layout)
+            self.buffers[blocks] = RowBuffers(self._copied(plan_rows(residents, [], blocks, slots, outside)), self.layout)
             self._fetch([], blocks)
         self.programs = _compiled(self, progress)
 
@@ -231,16 +233,19 @@ class Runner:
         stay = [v for v in now.slots if v in versions]
         return self._fetch(stay + sorted(versions.difference(stay)), blocks)
 
+    def _copied(self, plan): return {g: p for g,p in plan.items() if not self.paged or g in OUTSIDE}
+
     def _fetch(self, versions, blocks):
         plan = plan_rows(self.residents, versions, blocks, self.slots, self.outside)
-        groups = self.buffers[blocks].fetch(self.residents.arena.words, plan)
-        cut = lambda g: replace(g, rows=tuple(r[:, :self.max_rank] for r in g.rows))
+        groups = self.buffers[blocks].fetch(self.residents.arena.words, self._copied(plan))
+        groups = {g: replace(x, rows=tuple(r[:, :self.max_rank] for r in x.rows)) for g,x in groups.items()}
+        if self.paged: groups |= paged_groups(plan, self.layout)
         routing = np.zeros(self.running[0].routing.shape, self.base.dtype)
         for slot, version in enumerate(versions, 1):
             known = self.residents.known.get(version)
             if known and known.routing is not None: routing[slot] = known.routing
         slots = {None: 0} | {v: i for i,v in enumerate(versions, 1)}
-        self.running[blocks] = Running(slots, {g: cut(x) for g,x in groups.items()}, jnp.asarray(routing))
+        self.running[blocks] = Running(slots, groups, jnp.asarray(routing))
         return self.running[blocks]
 
 # %% ../nbs/11_step.ipynb #c62f8d11

@@ -52,8 +52,8 @@ MODULES = GROUPS | dict(embed=('embed_tokens',), head=('lm_head',)) # group -> i
 
 def module_paths(c:ModelConfig) -> dict[str, tuple[str, ...]]: # short name -> dotted paths, layer by layer
     "Where each module stands."
-    layers = {m: tuple(f'model.layers.{i}.{parent}.{m}' for i in range(c.n_layers)) for m,parent in LAYER_MODULES.items()}
-    return layers | dict(embed_tokens=(EMBEDDING,), lm_head=(HEAD,))
+    layers = {m: [f'model.layers.{i}.{parent}.{m}' for i in range(c.n_layers)] for m,parent in LAYER_MODULES.items()}
+    return {m: tuple(paths) for m,paths in layers.items()} | dict(embed_tokens=(EMBEDDING,), lm_head=(HEAD,))
 
 def numbers_of(
     adapter:Adapter,
@@ -103,8 +103,9 @@ def _module(m, numbers, scales, shape, L, dtype):
     owner, rows = np.zeros(total, np.int32), np.full((len(numbers) + 1, most), total, np.int32)
     for slot,first,end in zip(has, starts, starts[1:]):
         owner[first:end], rows[slot, :end - first] = slot, np.arange(first, end)
-    a = [x['a'] for x in has.values()] or [np.zeros((L, 0, shape[0]), np.float32)]
-    b = [x['b'] * scales[slot - 1][m][:, None, None] for slot,x in has.items()] or [np.zeros((L, 0, shape[1]), np.float32)]
+    none = [np.zeros((L, 0, width), np.float32) for width in shape]
+    a = [none[0], *(x['a'] for x in has.values())]
+    b = [none[1], *(x['b'] * scales[slot - 1][m][:, None, None] for slot,x in has.items())]
     return *(jnp.concatenate(x, axis=1).astype(dtype) for x in (a, b)), jnp.asarray(owner), jnp.asarray(rows)
 
 def groups_of(
@@ -143,7 +144,8 @@ def dropped_lora(
     "The product with dropout before A."
     keep = 1 - rates[slots]
     def module(n):
-        own = jax.vmap(lambda k: jax.random.fold_in(jax.random.fold_in(k, layer), 8 * list(MODULES).index(name) + n))(keys)
+        place = 8 * list(MODULES).index(name) + n
+        own = jax.vmap(lambda k: jax.random.fold_in(jax.random.fold_in(k, layer), place))(keys)
         mask = jax.vmap(lambda k, p: jax.random.bernoulli(k, p, x.shape[1:]))(own, keep)
         kept = jnp.where(mask, x / keep[:, None, None].astype(x.dtype), jnp.zeros((), x.dtype))
         return lora(kept, _single(g, n), slots)[0]

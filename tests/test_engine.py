@@ -228,3 +228,17 @@ def test_head_and_embedding_adapters_are_served_where_there_is_room(checked):
     ids = list(b'edges')
     out = generate(engine, [ids, ids], ['both', None], GREEDY)
     assert [tokens(c[0]) for c in out] == [cold(both, ids, 8), cold(None, ids, 8)]
+
+@pytest.mark.parametrize('kernel', ['', 'lora=pallas-interpret'])
+def test_adapters_are_read_in_their_pages(checked, monkeypatch, kernel):
+    monkeypatch.setenv('LORAJAX_BACKEND', kernel)
+    engine, (red, *_, blue) = checked(replace(SMALL, paged=True, chunks=((1, 8),))), fleet()[:4]
+    for a in (red, blue): engine.load(a)
+    engine.load(blue, 'packed', dtype='int8')
+    engine.compose('mix', {red.name: .5, blue.name: -.5})
+    ids, names = list(b'in their pages'), [None, red.name, blue.name, 'mix', 'packed']
+    out = [tokens(c) for c, in generate(engine, [ids] * 5, names, GREEDY)]
+    assert out[:3] == [cold(a, ids, 8) for a in (None, red, blue)]
+    halves = {p: LoraPair(m.a, m.b, -.5 * m.scale) for p,m in blue.modules.items()}
+    mixed = dense.merged(dense.merged(WEIGHTS, {p: LoraPair(m.a, m.b, .5 * m.scale) for p,m in red.modules.items()}), halves)
+    assert out[3] == dense.greedy(M0, mixed, ids, 8)

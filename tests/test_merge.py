@@ -1,5 +1,5 @@
 """Merges against dense float64 arithmetic and reloaded in PEFT, for every method, and the cases that others met."""
-import json
+import zlib
 from dataclasses import replace
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np, pytest, torch
 from peft import PeftModel
@@ -9,18 +9,20 @@ from lorajax.adapters import Adapter, LoraPair, random_adapter
 from lorajax.arena import Arena, Residents, compose
 from lorajax.bake import added, bake
 from lorajax.base import random_base, restore_base, save_base
-from lorajax.coefficients import Found, blend, blended_losses, coordinate_search, descend, fusion_weights, judged
+from lorajax.coefficients import blended_losses, coordinate_search, descend, fusion_weights, judged
 from lorajax.core import ModelConfig, Refused, module_shapes
-from lorajax.examples import example_of
+from lorajax.examples import batch_rows, example_of
 from lorajax.fleet import clusters, cosines, inner_products, replay, shrunk
 from lorajax.images import PageLayout
 from lorajax.lora_config import LoraSettings, rank_at, scale_at
-from lorajax.loss import mean_losses
+from lorajax.loss import row_losses
 from lorajax.merge import compressed, factor_svd, rounded, weighted_sum
-from lorajax.model import pack, random_tensors
+from lorajax.model import Segment, WholeRows, random_tensors
 from lorajax.peft import load_adapter, save_adapter
-from lorajax.sparse_merge import METHODS, SPARSE, dense_svd, elect, keep_largest, keep_random, merged, sparse_sum
+from lorajax.rows import fetch_rows, plan_rows
+from lorajax.sparse_merge import METHODS, SPARSE, dense_svd, elect, keep_largest, merged, sparse_sum
 from lorajax.store import ImageFolder, Store
+from lorajax.working_set import working_set
 
 M0 = ModelConfig(vocab_size=64, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=64)
 SEVEN = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
@@ -36,14 +38,18 @@ def deltas(adapters, weights): # path -> the weighted sum in float64
 
 def apart(adapter, want): # largest relative distance of a module
     assert adapter.modules.keys() == want.keys()
-    return max(np.linalg.norm(delta(p) - want[path]) / max(np.linalg.norm(want[path]), 1e-30) for path,p in adapter.modules.items())
+    norm = np.linalg.norm
+    return max(norm(delta(p) - want[path]) / max(norm(want[path]), 1e-30) for path,p in adapter.modules.items())
 
 def by_settings(name, settings, seed):
     "A random adapter whose ranks and scales are what a config says."
-    rng, draw = np.random.default_rng(seed), lambda rng, *shape: rng.normal(scale=.5, size=shape).astype(np.float32)
-    pairs = {path: LoraPair(draw(rng, rank_at(settings, path), i), draw(rng, o, rank_at(settings, path)), scale_at(settings, path))
-             for path,(i, o) in module_shapes(M0).items() if path.rpartition('.')[2] in settings.target_modules}
-    return Adapter(name, pairs)
+    rng = np.random.default_rng(seed)
+    def pair(path, n_in, n_out):
+        r = rank_at(settings, path)
+        a, b = (rng.normal(scale=.5, size=shape).astype(np.float32) for shape in ((r, n_in), (n_out, r)))
+        return LoraPair(a, b, scale_at(settings, path))
+    return Adapter(name, {path: pair(path, *shape) for path,shape in module_shapes(M0).items()
+                          if path.rpartition('.')[2] in settings.target_modules})
 
 RSLORA = by_settings('rslora', LoraSettings(4, 8, True), 1)
 PATTERNS = by_settings('patterns', LoraSettings(4, 8, rank_pattern=(('v_proj', 2), (r'layers\.1\.mlp\.up_proj', 6)),
@@ -55,7 +61,8 @@ def test_an_exact_sum_is_the_dense_sum(weights):
     adapters = [RSLORA, PATTERNS, ENDS]
     total = weighted_sum(adapters, weights)
     want = deltas(adapters, weights)
-    for path,p in total.modules.items(): np.testing.assert_allclose(delta(p), want[path], atol=1e-5 * (1 + np.abs(want[path]).max()))
+    for path,p in total.modules.items():
+        np.testing.assert_allclose(delta(p), want[path], atol=1e-5 * (1 + np.abs(want[path]).max()))
     q = 'model.layers.0.self_attn.q_proj'
     assert total.modules[q].rank == sum(a.modules[q].rank for a,w in zip(adapters, weights) if w and q in a.modules)
 
@@ -119,8 +126,10 @@ def test_B95_densities(method):
         assert apart(one.adapter, deltas([RSLORA], [1])) < 1e-5
 
 def test_B95_dare_is_unbiased_and_draws_independent_masks():
-    one, path = Adapter('one', {p: RSLORA.modules[p] for p in list(RSLORA.modules)[:1]}), list(RSLORA.modules)[0]
-    draw = lambda seed, *adapters: delta(sparse_sum(adapters or [one], method='dare', density=.5, rank=32, seed=seed).adapter.modules[path])
+    path, pair = next(iter(RSLORA.modules.items()))
+    one = Adapter('one', {path: pair})
+    def draw(seed, *adapters):
+        return delta(sparse_sum(adapters or [one], method='dare', density=.5, rank=32, seed=seed).adapter.modules[path])
     want, found = delta(one.modules[path]), np.stack([draw(seed) for seed in range(200)])
     error = found.std(axis=0, ddof=1) / np.sqrt(200)
     assert (np.abs(found.mean(axis=0) - want) <= 3 * error + 1e-6).mean() > .99
@@ -150,7 +159,6 @@ def test_sparse_merges_equal_dense_arithmetic(method):
     weights = [1.5, -.5, 2.]
     m = sparse_sum([RSLORA, PATTERNS, ENDS], weights, method, .6, rank=64, seed=4)
     assert m.lost < 1e-6
-    import zlib
     for path,p in m.adapter.modules.items():
         has = [(w, a.modules[path].delta) for a,w in zip((RSLORA, PATTERNS, ENDS), weights) if path in a.modules]
         thin, join = SPARSE[method]
@@ -189,7 +197,6 @@ def test_the_svd_of_factors_is_that_of_the_product(shape):
 
 def test_an_exact_merge_is_served_as_a_composition_without_new_pages(tmp_path):
     "The same logits from the joined pages as from the merged adapter, and not a page more."
-    from lorajax.rows import fetch_rows, plan_rows
     base = random_base(replace(M0, vocab_size=257))
     red, blue = (random_adapter(base.config, n, r, ('q_proj', 'down_proj'), seed=r, std=.3) for n,r in (('red', 3), ('blue', 12)))
     layout = PageLayout(base.config, PageLayout.step(base.config) * 4, 'float32')
@@ -202,9 +209,6 @@ def test_an_exact_merge_is_served_as_a_composition_without_new_pages(tmp_path):
     both = compose(residents, {base.version(red): .5, base.version(blue): -2.})
     assert residents.use(both) and residents.pages.free == free
     rows = [example_of(base.tokenizer, 'compose', 'and merge')]
-    from lorajax.examples import batch_rows
-    from lorajax.loss import row_losses
-    from lorajax.working_set import working_set
     batch = batch_rows(rows, [1])
     plan = plan_rows(residents, [both], 8, 1)
     joined = row_losses(base, batch, fetch_rows(residents.arena.words, plan, layout))
@@ -250,11 +254,11 @@ def test_B28_a_baked_head_unties(tied, targets, tmp_path):
     assert back.config.tied is False and back.fingerprint == base.version(adapter)
     w, ids = random_tensors(config), [5, 99, 33, 1, 200]
     want = dense.logits(config, dense.merged(w, adapter.modules), ids)
-    from lorajax.model import Segment, WholeRows
     for b in (baked, back):
         (states,), _ = b.decoder([Segment(jnp.array([ids]), jnp.arange(5)[None], jnp.array([0]))], WholeRows(), {})
         np.testing.assert_allclose(b.decoder.score(states[0], jnp.zeros(5, jnp.int32), {}), want, atol=2e-3)
-    if targets == ('lm_head',): np.testing.assert_array_equal(baked.tensor('model.embed_tokens.weight'), base.tensor('model.embed_tokens.weight'))
+    embeddings = [b.tensor('model.embed_tokens.weight') for b in (baked, base)]
+    assert np.array_equal(*embeddings) == (targets == ('lm_head',))
 
 def test_what_acts_on_part_of_a_text_is_not_baked_or_summed():
     base, red, blue = random_base(M0), random_adapter(M0, 'red'), random_adapter(M0, 'blue', seed=1)
@@ -267,7 +271,8 @@ def test_what_acts_on_part_of_a_text_is_not_baked_or_summed():
 
 @pytest.mark.parametrize('call, sentence', [
     (lambda: weighted_sum([]), 'nothing to merge'), (lambda: weighted_sum([RSLORA], [1, 2]), '2 weights for 1 adapters'),
-    (lambda: weighted_sum([RSLORA], [float('inf')]), 'must be a finite number'), (lambda: weighted_sum([RSLORA], [True]), 'finite'),
+    (lambda: weighted_sum([RSLORA], [float('inf')]), 'must be a finite number'),
+    (lambda: weighted_sum([RSLORA], [True]), 'must be a finite number'),
     (lambda: weighted_sum([RSLORA], name='a.b'), 'without dots'), (lambda: compressed(RSLORA, 0), 'rank=0'),
     (lambda: weighted_sum([RSLORA, random_adapter(replace(M0, width=48), 'x')]), 'merge adapters of one base'),
     (lambda: merged([RSLORA], method='svd'), 'needs the rank'), (lambda: merged([RSLORA], density=.5), 'drops no numbers'),

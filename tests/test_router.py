@@ -263,10 +263,10 @@ def test_linear_and_forest_give_what_scikit_learn_gives():
     rows, ask = labelled(x, [f'a{i}' for i in y]), np.clip(rng.normal(size=(50, DIMS)) * 40, -127, 127).astype(np.int8)
     forest = RandomForestClassifier(30, max_depth=10, random_state=3).fit(floats(x), rows.y, rows.weight)
     np.testing.assert_allclose(Forest.fit(rows, seed=3, trees=30).probabilities(ask), forest.predict_proba(floats(ask)), atol=1e-5)
-    linear = LogisticRegression(C=60, max_iter=1000).fit(floats(x), rows.y, rows.weight)
+    linear = LogisticRegression(C=40, max_iter=1000).fit(floats(x), rows.y, rows.weight)
     np.testing.assert_allclose(Linear.fit(rows).probabilities(ask), linear.predict_proba(floats(ask)), atol=1e-4)
     two = rows[rows.y < 2]
-    linear = LogisticRegression(C=60, max_iter=1000).fit(floats(two.x), two.y)
+    linear = LogisticRegression(C=40, max_iter=1000).fit(floats(two.x), two.y)
     p = Linear.fit(two).probabilities(ask)
     np.testing.assert_allclose(p[:, :2], linear.predict_proba(floats(ask)), atol=1e-4)
     assert p.shape == (50, 7) and not p[:, 2:].any(), 'labels without rows keep their column'

@@ -229,7 +229,7 @@ def test_retraining_under_load_swaps_the_model_without_a_failed_or_blocked_route
     async def run(server):
         routers, followers = [], []
         for _ in range(2):
-            shared, router = SharedMemory(server.url, wait=.5), Router()
+            shared, router = SharedMemory(server.url, wait=5., timeout=5.), Router()
             followers.append(Follower(router, folder, every=60.)) # so that only the announcement wakes it
             routers.append(SharedRouter(router, shared, fresh=0, announced=followers[-1].announced))
             assert await shared.start()

@@ -46,7 +46,7 @@ async def load(router, rate, seconds, sessions=100):
 
 def test_a_session_goes_on_in_another_process(server):
     async def run():
-        one, two = await process(server, wait=.5), await process(server, wait=.5)
+        one, two = await process(server, wait=5., timeout=5.), await process(server, wait=5., timeout=5.)
         first = await one.route(ask('about refunds', tokens=900), NAMES, 0)
         await settled(one)
         vague = await two.route(ask('yes please', tokens=950), NAMES, 0)
@@ -62,11 +62,11 @@ def test_a_session_goes_on_in_another_process(server):
 
 def test_one_round_trip_per_route_and_none_while_memory_is_fresh(server):
     async def run():
-        router = await process(server, fresh=10., wait=.5)
+        router = await process(server, fresh=10., wait=5., timeout=5.)
         before = router.shared.line.counts['asked']
         for i in range(20): await router.route(ask('my refunds', session=f'n{i}', user=f'n{i}'), NAMES, i * 1e-3)
         await settled(router)
-        client, reads = router.shared.line.redis, None
+        client = router.shared.line.redis
         stats = await client.info('commandstats')
         for i in range(20): await router.route(ask('my refunds', session=f'n{i}', user=f'n{i}'), NAMES, 1.)
         await settled(router)
@@ -79,7 +79,7 @@ def test_one_round_trip_per_route_and_none_while_memory_is_fresh(server):
 
 def test_keys_expire_and_have_a_fixed_length(server):
     async def run():
-        router = await process(server, wait=.5, users_ttl=100, sessions_ttl=50)
+        router = await process(server, wait=5., timeout=5., users_ttl=100, sessions_ttl=50)
         await router.route(ask('my refunds', session='s' * 10_000, user='ü\n{}*'), NAMES, 0)
         await settled(router)
         client = router.shared.line.redis
@@ -96,7 +96,7 @@ RUBBISH = [b'', b'\xff\xfe', b'null', b'[]', b'["refunds"]', b'["refunds", {"a":
 
 def test_rubbish_in_redis_is_as_good_as_nothing(server):
     async def run():
-        router = await process(server, wait=.5)
+        router = await process(server, wait=5., timeout=5.)
         client = router.shared.line.redis
         for i,value in enumerate(RUBBISH):
             await client.set(key('lorajax:', 'session', f's{i}'), value)
@@ -114,7 +114,7 @@ def test_redis_killed_and_restarted_under_200_requests_a_second(server):
     "No failed route, the stated bound is kept, and state is shared again."
     bound = .05
     async def run():
-        one, two = await process(server, wait=bound), await process(server, wait=.5)
+        one, two = await process(server, wait=bound), await process(server, wait=5., timeout=5.)
         work = asyncio.create_task(load(one, rate=200, seconds=3))
         await asyncio.sleep(1)
         server.kill()
@@ -187,7 +187,7 @@ def test_writes_while_redis_is_away_are_bounded_and_sent_when_it_is_back(server)
 def test_the_announced_model_reaches_every_process_within_a_route(server):
     async def run():
         told = []
-        one, two = await process(server, wait=.5), await process(server, wait=.5)
+        one, two = await process(server, wait=5., timeout=5.), await process(server, wait=5., timeout=5.)
         two.announced = told.append
         one.shared.announce('v2')
         await settled(one)

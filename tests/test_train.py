@@ -2,18 +2,21 @@
 import json, os, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
-import jax, jax.numpy as jnp, numpy as np, pytest, torch
+import jax, jax.numpy as jnp, numpy as np, pytest, torch, typer
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 import dense
 from lorajax import fit as fit_module
 from lorajax.adapters import random_adapter
 from lorajax.base import byte_tokenizer, load_base, random_base
-from lorajax.core import ModelConfig, Refused
+from lorajax.cli_train import add_merge, add_train
+from lorajax.core import ModelConfig, Refused, Sampling
+from lorajax.engine import Config, Engine
 from lorajax.examples import Example, batch_rows, drawn, end_token, example_of, fitting, read_examples
 from lorajax.fit import Checkpoints, Task, fit
-from lorajax.lora_config import LoraSettings
-from lorajax.loss import mean_losses, row_losses
+from lorajax.lora_config import LoraSettings, rank_at, scale_at
+from lorajax.loss import mean_losses, routing_table, row_losses
 from lorajax.model import random_tensors
 from lorajax.peft import load_adapter, save_adapter
 from lorajax.train import (Recipe, fresh_adapter, gradient, groups_of, learning_rate, numbers_of, scales_of, start, update,
@@ -125,7 +128,8 @@ def test_B101_the_loss_of_padded_rows_is_that_of_each_alone():
     w = random_tensors(M0)
     def alone(e):
         logits = dense.logits(M0, w, e.tokens).astype(np.float64)
-        logp = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+        logits -= logits.max(-1, keepdims=True)
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return [-logp[p - 1, e.tokens[p]] for p in range(e.start, len(e.tokens))]
     np.testing.assert_allclose(together, sum(map(alone, examples), []), rtol=1e-4)
 
@@ -133,7 +137,8 @@ def test_an_answer_ends_with_the_token_that_ends_a_turn():
     tokenizer = byte_tokenizer()
     e = example_of(tokenizer, 'ab', 'cd')
     assert e.tokens == (97, 98, 99, 100, 256) and e.start == 2 and end_token(tokenizer) == 256
-    chat = "{% for m in messages %}<{{m.role}}>{{m.content}}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    chat = ('{% for m in messages %}<{{m.role}}>{{m.content}}<|end|>{% endfor %}'
+            '{% if add_generation_prompt %}<assistant>{% endif %}')
     templated = replace(tokenizer, template=chat)
     e = example_of(templated, 'ab', 'cd')
     assert templated.decode(e.tokens, skip_special=False) == '<user>ab<|end|><assistant>cd<|end|>'
@@ -163,8 +168,8 @@ import sys
 sys.path.insert(0, {tests!r})
 import test_train as t
 from lorajax.base import random_base
-base = random_base(t.M0, seed={base_seed})
-done = t.fit(base, t.two_tasks(base, rank={rank}), t.RECIPE, {folder!r}, until={until})
+base = random_base(t.M0)
+done = t.fit(base, t.two_tasks(base), t.RECIPE, {folder!r})
 print([(x.adapter.fingerprint, x.losses, x.held_out, x.stopped) for x in done])
 '''
 RECIPE = Recipe(steps=10, rows=3, accumulate=2, lr=.02, warmup=2, dropout=.1, evaluate_every=4, save_every=3, seed=5)
@@ -175,9 +180,9 @@ def two_tasks(base, rank=4):
         return Task(adapter, sums(base, 8), sums(base, 12)[8:])
     return [task('red', 1), task('blue', 2, routing=True)]
 
-def run(folder, until=None, rank=4, base_seed=0, first=''):
+def run(folder, first=''):
     env = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUMPY_DTYPE_PROMOTION': 'strict', 'JAX_NUMPY_RANK_PROMOTION': 'raise'}
-    script = RUN.format(tests=str(Path(__file__).parent), folder=str(folder), until=until, rank=rank, base_seed=base_seed)
+    script = RUN.format(tests=str(Path(__file__).parent), folder=str(folder))
     done = subprocess.run([sys.executable, '-c', first + script], capture_output=True, text=True, env=env)
     if done.returncode not in (0, 1): return f'exit status {done.returncode}'
     return (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
@@ -190,7 +195,9 @@ def test_B103_ten_steps_equal_five_and_five_in_a_new_process(tmp_path):
     half = fit(base, two_tasks(base), RECIPE, tmp_path / 'run', until=5)
     assert [len(t.losses) for t in half] == [5, 5] and {t.stopped for t in half} == {'paused'}
     assert run(tmp_path / 'run') == result(straight), 'adapters, losses and judgements must agree in every bit'
-    assert 'holds another run' in run(tmp_path / 'run', rank=2) and 'holds another run' in run(tmp_path / 'run', base_seed=1)
+    for other, tasks, recipe in [(base, two_tasks(base, rank=2), RECIPE), (random_base(M0, seed=1), two_tasks(base), RECIPE),
+                                 (base, two_tasks(base), replace(RECIPE, lr=.01)), (base, two_tasks(base)[:1], RECIPE)]:
+        with pytest.raises(Refused, match='holds another run'): fit(other, tasks, recipe, tmp_path / 'run')
 
 DIE = """
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
@@ -211,7 +218,8 @@ def test_B105_adapters_in_one_batch_train_as_each_would_alone():
     base = random_base(M0)
     recipe = replace(RECIPE, clip=.1, weight_decay=.1)
     red, blue = two_tasks(base)
-    blue = replace(blue, adapter=fresh_adapter(base, 'blue', LoraSettings(r=7, target_modules=('v_proj', 'lm_head')), 2, routing=True))
+    unlike = LoraSettings(r=7, target_modules=('v_proj', 'lm_head'))
+    blue = replace(blue, adapter=fresh_adapter(base, 'blue', unlike, 2, routing=True))
     together = fit(base, [red, blue], recipe)
     for mixed, task in zip(together, (red, blue)):
         alone = fit(base, [task], recipe)[0]
@@ -242,30 +250,35 @@ def test_B105_a_recreated_adapter_starts_anew():
 
 B107 = dict(CONFIGS, routed=dict(r=4, target_modules=('q_proj',)))
 
+@pytest.fixture(scope='module')
+def trained(pair):
+    "An adapter of each kind, after six updates in one batch."
+    base = pair[1]
+    start = {n: fresh_adapter(base, n, LoraSettings(**c), seed=4, routing=n == 'routed') for n,c in B107.items()}
+    recipe = Recipe(steps=6, rows=2, lr=.02, warmup=1, dropout=.2)
+    return {t.adapter.name: t.adapter for t in fit(base, [Task(a, sums(base, 8)) for a in start.values()], recipe)}
+
 @quiet_peft
 @pytest.mark.parametrize('name', B107)
-def test_B107_the_file_holds_what_was_trained(pair, tmp_path, name):
+def test_B107_the_file_holds_what_was_trained(pair, trained, tmp_path, name):
     "Logits of the trainer's forward, of serving, and of PEFT agree to 1e-5 of their size."
-    model, base = pair
-    adapter = fresh_adapter(base, name, LoraSettings(**B107[name]), seed=4, routing=name == 'routed')
-    recipe = Recipe(steps=6, rows=4, lr=.02, warmup=1, dropout=.2)
-    done = fit(base, [Task(adapter, sums(base, 8))], recipe)[0].adapter
+    (model, base), done = pair, trained[name]
     loaded = load_adapter(save_adapter(done, tmp_path / 'a', 'tiny/base'), base.config, name)
-    assert loaded.fingerprint == done.fingerprint and loaded.max_rank == done.max_rank
+    settings = LoraSettings(**B107[name])
+    assert loaded.fingerprint == done.fingerprint
+    for path,p in loaded.modules.items(): assert (p.rank, p.scale) == (rank_at(settings, path), scale_at(settings, path))
     e = sums(base, 1)[0]
-    routed = [done.routing is not None]
-    rows = batch_rows([e], [1], routed)
+    rows = batch_rows([e], [1], [name == 'routed'])
     trainer = groups_of([numbers_of(done, base.config)], [scales_of(done, base.config)], base.config)
-    table = jnp.stack([jnp.zeros(32), jnp.asarray(done.routing)]) if routed[0] else None
-    losses = [np.asarray(row_losses(base, rows, groups, table)) for groups in
-              (trainer, working_set([loaded], base.config, jnp.float32))]
+    served = working_set([loaded], base.config, jnp.float32)
+    losses = [np.asarray(row_losses(base, rows, groups, routing_table([done], base))) for groups in (trainer, served)]
     np.testing.assert_allclose(*losses, rtol=1e-5, atol=1e-6)
-    if routed[0]: return # PEFT knows no routing token
+    raw = json.loads((tmp_path / 'a/adapter_config.json').read_text())
+    assert raw['base_model_name_or_path'] == 'tiny/base' and raw['peft_type'] == 'LORA'
+    if name == 'routed': return # PEFT knows no routing token
     peft = PeftModel.from_pretrained(model, tmp_path / 'a').eval()
     with torch.inference_mode(): theirs = torch_loss(peft, [e]).item()
     np.testing.assert_allclose(losses[0].sum() / (rows.target >= 0).sum(), theirs, rtol=1e-5)
-    raw = json.loads((tmp_path / 'a/adapter_config.json').read_text())
-    assert raw['base_model_name_or_path'] == 'tiny/base' and raw['peft_type'] == 'LORA'
     peft.unload()
 
 def test_B108_dropout_is_for_training_only(monkeypatch):
@@ -286,7 +299,7 @@ def test_B108_dropout_is_for_training_only(monkeypatch):
 
 def test_B108_remat_draws_the_same_mask():
     base = random_base(M0)
-    adapter = random_adapter(M0, 'a', 4, SEVEN + ('lm_head',), seed=1, std=.1)
+    adapter = random_adapter(M0, 'a', 4, ('q_proj', 'v_proj', 'down_proj', 'lm_head'), seed=1, std=.1)
     rows, keys, rates = batch_rows(sums(base)[:3], [1] * 3), jax.random.split(jax.random.key(1), 3), jnp.array([0., .5])
     of = lambda *args: gradient(base, [numbers_of(adapter, M0)], [scales_of(adapter, M0)], rows, *args)
     kept, again, plain = of(keys, rates, False), of(keys, rates, True), of()
@@ -296,7 +309,7 @@ def test_B108_remat_draws_the_same_mask():
 def test_B108_dropout_falls_on_the_input_of_a_alone():
     "The mean over many keys of a dropped product is the plain one; the base's product never changes."
     base = random_base(M0)
-    zero = fresh_adapter(base, 'zero', LoraSettings(r=4, target_modules=SEVEN)) # B is zero: only the base speaks
+    zero = fresh_adapter(base, 'zero', LoraSettings(r=4, target_modules=('q_proj', 'up_proj'))) # B is zero
     rows, rates = batch_rows(sums(base)[:3], [1] * 3), jnp.array([0., .9])
     of = lambda *args: gradient(base, [numbers_of(zero, M0)], [scales_of(zero, M0)], rows, *args).sums[0]
     assert of(jax.random.split(jax.random.key(0), 3), rates) == of(jax.random.split(jax.random.key(9), 3), rates)
@@ -328,7 +341,7 @@ def test_early_stop_keeps_the_best_and_lets_the_others_go_on():
     red, blue = two_tasks(base)
     red = replace(red, held_out=[example_of(base.tokenizer, 'zz', 'QQ')])
     blue = replace(blue, held_out=blue.examples[:2])
-    recipe = replace(RECIPE, steps=30, evaluate_every=3, patience=2, lr=.05)
+    recipe = replace(RECIPE, steps=30, evaluate_every=3, patience=2, lr=.05, dropout=0.)
     one, other = fit(base, [red, blue], recipe)
     best = min(one.held_out, key=lambda x: x[1])
     assert one.stopped == 'early' and len(one.losses) == best[0] + 6 and other.stopped == 'end' and len(other.losses) == 30
@@ -379,3 +392,68 @@ def test_tasks_that_cannot_be_trained_are_refused():
 
 def test_examples_that_are_too_long_are_left_out_whole():
     assert fitting([Example((1, 2, 3), 1), Example((1, 2), 1)], 2) == [Example((1, 2), 1)]
+
+def test_a_trained_adapter_is_published_to_a_running_engine():
+    "From memory, without a file; greedy tokens of the dense reference, before and after."
+    base, ids = random_base(M0), list(b'3+21=')
+    done = fit(base, two_tasks(base)[:1], replace(RECIPE, lr=.1))[0].adapter
+    config = Config(rows=1, slots=1, max_rank=8, chunks=((1, 16),), max_len=64, memory=1 << 20, prompt_logprobs=False)
+    greedy = Sampling(max_new_tokens=5, ignore_eos=True)
+    want = [dense.greedy(M0, dense.merged(random_tensors(M0), m), ids, 5) for m in ({}, done.modules)]
+    assert want[0] != want[1]
+    with Engine(base, config) as engine:
+        before = [e.scored.token for e in engine.submit(ids, sampling=greedy) if e.scored]
+        engine.load(done)
+        after = [e.scored.token for e in engine.submit(ids, use='red', sampling=greedy) if e.scored]
+    assert [before, after] == want
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    "`lorajax train` and `merge` on a random base, in a directory with three files of examples."
+    monkeypatch.chdir(tmp_path)
+    base, app, runner = random_base(M0), typer.Typer(), CliRunner()
+    for add in (add_train, add_merge): add(app, lambda model, dtype: base)
+    for name in ('red', 'blue', 'long'):
+        rows = [dict(input=f'{name[0]}{i}=', output=str(7 * i) * (50 if name == 'long' and i else 1)) for i in range(6)]
+        Path(f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    return base, lambda command: runner.invoke(app, command.split())
+
+def test_train_and_merge_from_the_shell(shell):
+    base, lorajax = shell
+    run = ('train -d red.jsonl -d blau=blue.jsonl --held-out red=red.jsonl -r 3 --steps 12 --warmup 2 --lr .02 --every 5 '
+           '-o out')
+    done = lorajax(f'{run} --checkpoints kept')
+    assert done.exit_code == 0, done.output
+    assert 'red: held-out loss' in done.output and 'after 12 updates; saved in out/red' in done.output.replace('\n', '')
+    assert '10/12 red' in done.output and 'blau: loss of its batches' in done.output
+    red = load_adapter('out/red', M0)
+    assert red.max_rank == 3 and red.targets == ('q_proj', 'v_proj')
+    assert json.loads(Path('out/red/adapter_config.json').read_text())['lora_alpha'] == 16
+    again = lorajax(run.replace('-o out', '-o again') + ' --checkpoints kept') # the run has ended; it is only saved anew
+    assert again.exit_code == 0 and load_adapter('again/red', M0).fingerprint == red.fingerprint
+    done = lorajax('merge -a out/red -a out/blau --tune red=red.jsonl --tune blau=blue.jsonl -w .5 -w .5 -o both')
+    assert done.exit_code == 0 and 'rank 6, 0.00% of the update is missing' in done.output and 'weights red' in done.output
+    assert load_adapter('both', M0).max_rank == 6
+
+@pytest.mark.parametrize('command, sentence', [
+    ('train -d none.jsonl -o out', '--data none: there is no none.jsonl'),
+    ('train -d a=red.jsonl -d a=blue.jsonl -o out', "'a' is given twice"),
+    ('train -d red.jsonl -o .', 'red is there already'), ('train -d red.jsonl --held-out blue.jsonl -o out', 'no --data has that name'),
+    ('train -d red.jsonl --patience 2 -o out', 'give --held-out examples'), ('train -d red.jsonl --steps 0 -o out', 'steps=0'),
+    ('train -d red.jsonl --rank 0 -o out', 'r=0'), ('train -d red.jsonl --targets query -o out', 'fits no module'),
+    ('train -d red.jsonl --save-dtype int8 -o out', 'choose one of bfloat16, float32'),
+    ('train -d red.jsonl --max-len 3 -o out', 'raise --max-len'), ('merge -a none -o both', '--adapter none: there is no none'),
+    ('merge -a red -w 1 -w 2 -o both', '2 weights for 1 adapters'), ('merge -a red --method mean -o both', 'choose one of exact'),
+    ('merge -a red -o red', 'a name of its own'), ('merge -a red -o blue', 'blue is there already'),
+    ('merge -a red --tune blue=blue.jsonl -o both', 'no --adapter has that name')])
+def test_bad_words_end_in_one_sentence(shell, command, sentence):
+    for name in ('red', 'blue'):
+        if command.startswith('train') and '-o .' not in command: break
+        save_adapter(random_adapter(M0, name), name)
+    if '-o red' in command: command = command.replace('-o red', '-o new/red')
+    done = shell[1](command)
+    assert isinstance(done.exception, Refused) and sentence in str(done.exception)
+
+def test_long_examples_are_left_out_aloud(shell):
+    done = shell[1]('train -d long.jsonl --steps 2 --warmup 1 --max-len 20 -o out')
+    assert done.exit_code == 0 and '5 of 6 examples exceed 20 tokens' in done.output

@@ -49,7 +49,7 @@ class Load:
 
 LOADS = [Load(r, 1, a) for r,a in product((1, 8, 64, 256), (1, 8, 64, 256)) if a <= r]
 LOADS += [Load(*rows, a) for rows,a in product([(4, 128), (8, 512)], (1, 8)) if a <= rows[0]]
-DRY = [Load(2, 1, 2, 64, (64, 64), 2), Load(2, 5, 1, 64, (64, 64), 2)]
+DRY = [Load(2, 1, 2, 64, (64,), 2), Load(2, 5, 1, 64, (64,), 2)]
 
 # What is timed
 
@@ -152,7 +152,8 @@ def copy_bandwidth(nbytes):
 
 def row(load, us, bandwidth):
     floor = load.floor_bytes / bandwidth * 1e6
-    return asdict(load) | dict(us=us, floor_us=floor, share_of_floor=floor / us['pallas'], cost_of_base=us['pallas'] / us['merged'])
+    shares = dict(share_of_floor=floor / us['pallas'], cost_of_base=us['pallas'] / us['merged'])
+    return asdict(load) | dict(us=us, floor_us=floor) | shares
 
 def timed(loads, bandwidth, interpret, pool, deadline):
     print(f'  {"rows x tokens":>14}{"adapters":>9}{"floor":>9}' + ''.join(f'{m:>11}' for m in METHODS) + '   us; floor/pallas')

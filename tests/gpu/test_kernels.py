@@ -81,7 +81,8 @@ def test_a_layer_of_several():
 
 @pytest.mark.parametrize('case', [SMALL[0], SMALL[3]], ids=lambda c: c.name)
 def test_the_activations_gradient_is_the_kernels_with_a_and_b_swapped(case):
-    weights = [np.random.default_rng(m).normal(size=(case.rows, case.tokens, out)).astype('f4') for m,out in enumerate(case.outs)]
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(case.rows, case.tokens, out)).astype('f4') for out in case.outs]
     loss = lambda x, g, slots: sum((y * w).sum() for y,w in zip(lora(x, g, slots), weights))
     [dx] = lowered_ttir_run(lambda *args: (jax.grad(loss)(*args),), jnp.asarray(case.x), case.group, jnp.asarray(case.slots))
     want = np.zeros(case.x.shape)
@@ -93,7 +94,7 @@ def test_the_activations_gradient_is_the_kernels_with_a_and_b_swapped(case):
 
 # A row's bits
 
-@pytest.mark.parametrize('case', CASES[:2] + [pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in CASES[2:4]])
+@pytest.mark.parametrize('case', CASES[:1] + [pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in CASES[1:4]])
 def test_a_rows_bits_do_not_depend_on_its_company(case):
     "As lowered: in reverse order, and alone among many rows of another adapter."
     run = lambda rows: [np.asarray(y) for y in lowered_ttir_run(lora_pallas, jnp.asarray(case.x[rows]), case.group,
@@ -111,8 +112,9 @@ def test_a_tile_number_outside_the_arena_is_caught():
     with pytest.raises(Fault, match='load at .* of expand'):
         lowered_ttir_run(lora_pallas, jnp.asarray(case.x), wrong, jnp.asarray(case.slots))
 
-def run_kernel(kernel, *args, out=(16,), grid=(1,)):
-    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(out, jnp.int32), grid=grid, compiler_params=plt.CompilerParams())
+def run_kernel(kernel, *args, grid=(1,)):
+    shape = jax.ShapeDtypeStruct((16,), jnp.int32)
+    call = pl.pallas_call(kernel, out_shape=shape, grid=grid, compiler_params=plt.CompilerParams())
     return np.asarray(lowered_ttir_run(call, *args))
 
 def two_literals(i, o): o[...] = jnp.full((16,), jnp.where(i[0] > 0, 7, 3), jnp.int32)

@@ -77,7 +77,9 @@ def unsigned(x): return x.view(f'u{x.dtype.itemsize}') if x.dtype.kind == 'i' el
 def on_unsigned(f): return lambda a, b: f(unsigned(a), unsigned(b))
 def ordered(f): return lambda a, b: f(a, b) & ~np.isnan(a) & ~np.isnan(b)
 def unordered(f): return lambda a, b: f(a, b) | np.isnan(a) | np.isnan(b)
-def toward_zero(a, b): return (np.abs(a.astype(np.int64)) // np.abs(b.astype(np.int64)) * np.sign(a) * np.sign(b)).astype(a.dtype)
+def toward_zero(a, b):
+    a64, b64 = a.astype(np.int64), b.astype(np.int64)
+    return (np.abs(a64) // np.abs(b64) * np.sign(a64) * np.sign(b64)).astype(a.dtype)
 
 BINARY = {'arith.addi': np.add, 'arith.addf': np.add, 'arith.subi': np.subtract, 'arith.subf': np.subtract,
           'arith.muli': np.multiply, 'arith.mulf': np.multiply, 'arith.divf': np.divide, 'arith.divsi': toward_zero,
