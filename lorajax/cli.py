@@ -19,11 +19,13 @@ from safetensors import safe_open
 from . import __version__
 from .adapters import check_name
 from .base import DTYPES, load_base, save_base
+from .cli_train import add_merge, add_train
 from .core import Refused, Sampling, read_json
 from .generate import Event, stream
 from .lora_config import CONFIG_FILE, check_adapter_config
 from .ops import check_backend
 from .peft import WEIGHTS_FILE
+from .route_cli import route_app
 
 # %% auto #0
 __all__ = ['app', 'MODEL_HELP', 'ModelArg', 'DTYPE_HELP', 'DtypeArg', 'DEMO', 'named_folders', 'who_answers', 'Shown', 'show',
@@ -302,6 +304,11 @@ def demo(
     print(f'demo {"done" if ended else "interrupted"}: {shown}\n'
           f'memory: base {base.nbytes / 1e6:.0f} MB, {len(loaded)} adapters '
           f'{sum(a.nbytes for a in loaded.values()) / 1e6:.1f} MB, whole process {_process_memory() / 1e6:.0f} MB')
+
+# %% ../nbs/20_cli.ipynb #a3ddcbcb
+add_train(app, _loaded)
+add_merge(app, _loaded)
+app.add_typer(route_app, name='route')
 
 # %% ../nbs/20_cli.ipynb #314fd8d3
 def main():

@@ -91,13 +91,13 @@ def _train(base, files, judges, out, recipe, lora, routing, max_len, checkpoints
         print(_told(t, out / t.adapter.name))
     if any(t.stopped == 'diverged' for t in done): raise typer.Exit(1)
 
+SAVE_HELP = f'Of the numbers in the file: {" or ".join(DTYPES)}.'
+MAX_LEN_HELP = 'Examples with more tokens are left out.'
+
 def _check_dtype(name):
     if name not in DTYPES: raise Refused(f'--save-dtype {name}: choose one of {", ".join(DTYPES)}')
 
 # %% ../nbs/17d_cli_train.ipynb #e267410e
-SAVE_HELP = f'Of the numbers in the file: {" or ".join(DTYPES)}.'
-MAX_LEN_HELP = 'Examples with more tokens are left out.'
-
 def add_train(
     app:typer.Typer,
     load:Callable[[str, str|None], Base], # from a model and a dtype to the base

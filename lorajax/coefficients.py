@@ -91,6 +91,7 @@ def descend(
         w = optax.apply_updates(w, change)
     return Found(min(seen)[1], min(seen)[0], seen[0][0])
 
+# %% ../nbs/17b_coefficients.ipynb #d37578d3
 def coordinate_search(
     loss:Callable[[Sequence[float]], float], # of weights
     start:Sequence[float], # weights to begin with

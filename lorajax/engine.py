@@ -292,18 +292,19 @@ class Engine:
         self.base, self.config, self.names, self.failed = base, config, Names(), None
         layout, max_len = page_layout(base, config.block), min(config.max_len, base.config.max_len)
         n_pages = (default_memory() if config.memory is None else config.memory) // layout.nbytes
-        if n_pages < 3: raise Refused(f'memory={config.memory}; a page of {base.name!r} has {layout.nbytes} bytes; give at least three')
+        if n_pages < 3:
+            raise Refused(f'memory={config.memory}; a page of {base.name!r} has {layout.nbytes} bytes; give at least three')
         self._temporary = None if config.folder else tempfile.TemporaryDirectory(prefix='lorajax-')
         self.store = Store(ImageFolder(config.folder or self._temporary.name, layout), config.store_memory)
         self.residents = Residents(self.store, Arena(layout, n_pages))
         self.kv = KV(self.residents.pages, layout.block, left=self.residents.forget)
         most = config.rows + max(p * s for p,s in config.chunks)
-        self.scheduler = Scheduler(self.kv, self.residents, Limits(config.rows, config.chunks, most, config.slots, max_len,
-                                                                   config.overtakes))
+        limits = Limits(config.rows, config.chunks, most, config.slots, max_len, config.overtakes)
+        self.scheduler = Scheduler(self.kv, self.residents, limits)
         blocks, outside = (-(-rank // RANK_BLOCK) for rank in (config.slots * config.max_rank, config.outside))
         shapes = step_shapes(config.rows, config.chunks, blocks, config.prompt_logprobs)
-        self.runner = Runner(base, self.residents, shapes, config.slots, config.max_rank, max_len, outside, config.backend,
-                             config.paged, progress)
+        self.runner = Runner(base, self.residents, shapes, config.slots, config.max_rank, max_len, outside,
+                             config.backend, config.paged, progress)
         self.prompt_tokens = self.generated_tokens = self.preemptions = 0
         self._live, self._inbox, self._ids = {}, queue.SimpleQueue(), itertools.count(1)
         self._lock, self._closing = threading.Lock(), False
@@ -400,7 +401,8 @@ def _submit(engine, prompt, use, sampling, priority, timeout, id):
     ids, begins = prompt_ids(engine.base, prompt)
     check_token_ids(sampling, engine.base.config.vocab_size)
     scores = sampling.echo and sampling.logprobs is not None
-    if scores and not engine.config.prompt_logprobs: raise Refused('this engine gives no log-probabilities of prompts; leave out echo')
+    if scores and not engine.config.prompt_logprobs:
+        raise Refused('this engine gives no log-probabilities of prompts; leave out echo')
     rules, tokenizer = choices(sampling), engine.base.tokenizer
     formats = [sampling.response_format and Constraint(tokenizer, sampling.response_format) for _ in rules]
     named = engine.names.resolve(use)
@@ -413,18 +415,24 @@ def _submit(engine, prompt, use, sampling, priority, timeout, id):
                           not scores, sampling)
         check_possible(engine.scheduler, request)
     except BaseException:
-        engine.call(lambda: _let_go(engine, version))
+        _post(engine, lambda: _let_go(engine, version))
         raise
     for _ in rules[1:]: engine.names.keep(version)
     running = []
     stream = Stream(id, sampling.n, ids, version, lambda: _try_cancel(engine, running))
     def begin():
-        running.extend(engine.scheduler.submit(request))
+        try: running.extend(engine.scheduler.submit(request))
+        except Refused as e: return _refuse_late(engine, stream, str(e))
         for s, rule, format in zip(running, rules, formats):
             answer = Answer(tokenizer, rule, start=begins)
             engine._live[s] = _Live(stream, rule, answer, format, scores and s.index == 0)
     _post(engine, begin)
     return stream
+
+def _refuse_late(engine, stream, why): # its adapter's file went between the check and here
+    for i in range(stream.n):
+        stream._put(Event(i, finish='error', error=why))
+        _let_go(engine, stream.version)
 
 def _try_cancel(engine, running): # an engine that is closing cancels everything anyway
     def cancel():
@@ -439,18 +447,19 @@ def _load(engine, adapter, name, dtype):
     if not isinstance(adapter, Adapter): adapter = engine.base.load_adapter(adapter, name)
     name, config = check_name(name or adapter.name), engine.config
     engine.base.check(adapter)
-    rank, outside = (n * RANK_BLOCK for n in rank_blocks([pieces_of({p: m.rank for p,m in adapter.modules.items()}, engine.base.config)]))
+    pieces = pieces_of({p: m.rank for p,m in adapter.modules.items()}, engine.base.config)
+    rank, outside = (n * RANK_BLOCK for n in rank_blocks([pieces]))
     if rank > -(-config.max_rank // RANK_BLOCK) * RANK_BLOCK:
         raise Refused(f'adapter {name!r} has rank {adapter.max_rank}, and the engine serves up to {config.max_rank}; '
                       'make one with a larger max_rank')
     if outside > -(-config.outside // RANK_BLOCK) * RANK_BLOCK:
-        raise Refused(f'adapter {name!r} adapts the embedding or the head with rank {outside}, and the engine has room for '
-                      f'{config.outside} there; make one with a larger outside')
+        raise Refused(f'adapter {name!r} adapts the embedding or the head with rank {outside}, and the engine has room '
+                      f'for {config.outside} there; make one with a larger outside')
     version = engine.base.version(adapter, dtype)
     engine.names.keep(version)
     try: engine.store.add(version, adapter, dtype)
     except BaseException:
-        engine.call(lambda: _let_go(engine, version))
+        _post(engine, lambda: _let_go(engine, version))
         raise
     def point():
         before = engine.names.point(name, Named(version, adapter.invocation, adapter.routing is not None))
@@ -459,12 +468,13 @@ def _load(engine, adapter, name, dtype):
     return version
 
 def _compose(engine, name, weights): # on the engine's thread
-    config, parts = engine.config, {n: engine.names.resolve(n) for n in weights}
+    config, parts, version = engine.config, {}, None
     try:
+        for n in weights: parts[n] = engine.names.resolve(n)
         if None in parts: raise Refused(f'composition {name!r}: the base is no adapter; leave it out')
         calls = {p.invocation for p in parts.values()}
         if len(calls) > 1 or any(p.routing_token for p in parts.values()):
-            raise Refused(f'composition {name!r}: its parts must begin to act at the same token, and have no routing token')
+            raise Refused(f'composition {name!r}: its parts must begin to act at the same token and have no routing token')
         version = compose(engine.residents, {p.version: weights[n] for n,p in parts.items()})
         own = [part for part,_ in engine.residents.recipe(version)]
         rank, _ = (n * RANK_BLOCK for n in rank_blocks(engine.store.folder.known[part].pieces for part in own))
@@ -478,6 +488,7 @@ def _compose(engine, name, weights): # on the engine's thread
         if before: _let_go(engine, before.version)
         return version
     finally:
+        if version and not engine.names.kept[version]: engine.residents.recipes.pop(version) # it was refused
         for p in parts.values(): _let_go(engine, p and p.version)
 
 def _stats(engine) -> Stats: # on the engine's thread

@@ -97,17 +97,21 @@ class Paged:
     words: Array # [P, words], the arena's buffer
     layout: PageLayout
 
-    def attend(self, layer, window, s, q, k, v, backend): # [B, S, H or K, C] -> [B, S, H, C] float32, memory
-        kv = PagedKV(self.words, layer, s.tables, self.layout.block, *k.shape[2:])
-        kv = write_kv(kv, s.positions, k, v)
-        return ops.attend_pages(q, kv, s.positions, window, backend=backend), replace(self, words=kv.words)
+    def _of(self, layer, s, k): return PagedKV(self.words, layer, s.tables, self.layout.block, *k.shape[2:])
+
+    def write(self, layer, s, k, v): # [B, S, K, C] -> memory
+        return replace(self, words=write_kv(self._of(layer, s, k), s.positions, k, v).words)
+
+    def attend(self, layer, window, s, q, k, v, backend): # [B, S, H or K, C], already written -> [B, S, H, C] float32
+        return ops.attend_pages(q, self._of(layer, s, k), s.positions, window, backend=backend)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WholeRows:
     "No memory: the tokens at hand are the rows' whole texts, from position 0."
-    def attend(self, layer, window, s, q, k, v, backend): # as for `Paged`
-        return ops.attend(q, k, v, s.positions, window, backend=backend), self
+    def write(self, layer, s, k, v): return self # this and `attend` as for `Paged`
+    def attend(self, layer, window, s, q, k, v, backend):
+        return ops.attend(q, k, v, s.positions, window, backend=backend)
 
 # %% ../nbs/09_model.ipynb #ddc5f3a7
 class Layer(nnx.Module):
@@ -209,14 +213,13 @@ class Decoder(nnx.Module):
             i, window, weights, rows = xs
             def attend(*qkv):
                 nonlocal memory
-                found = []
-                for s, *own in zip(segments, *(split_tokens(m, segments) for m in qkv)):
-                    y, memory = memory.attend(i, window, s, *own, backend)
-                    found.append(y)
-                return join_tokens(found)
+                parts = [(s, *own) for s,*own in zip(segments, *(split_tokens(m, segments) for m in qkv))]
+                for s,_,k,v in parts: memory = memory.write(i, s, k, v)
+                return join_tokens([memory.attend(i, window, *part, backend) for part in parts])
             def group(name):
                 if name in rows: return replace(groups[name], **rows[name])
-                if name in paged: return paged[name].at(i, memory.words if isinstance(memory, Paged) else paged[name].words)
+                if name not in paged: return None
+                return paged[name].at(i, memory.words if isinstance(memory, Paged) else paged[name].words)
             layer, lora = nnx.merge(graph, weights), _lora_terms(group, segments, slots, product, i)
             x += layer.attention(x, attend, rope, lora)
             x += layer.mlp(x, lora)

@@ -70,7 +70,7 @@ def step_shapes(
     echo:bool=True, # whether prompts can be scored
 ) -> list[StepShape]:
     "All shapes, with room for no adapters, for all, and for powers of two between."
-    room = [0, *(1 << i for i in range(3, blocks.bit_length()) if 1 << i < blocks), blocks]
+    room = [0, *(1 << i for i in range(1, blocks.bit_length()) if 1 << i < blocks), blocks]
     plain = [StepShape(rows, *c, b) for c in [(0, 0), *sorted(chunks)] for b in room]
     return plain + [StepShape(rows, *c, blocks, True) for c in sorted(chunks) if echo]
 

@@ -221,6 +221,7 @@ class Recipe:
         if self.warmup >= self.steps:
             raise Refused(f'warmup={self.warmup} of steps={self.steps}; the warm-up must end before the run does')
 
+# %% ../nbs/17_train.ipynb #993b635b
 def learning_rate(
     step:int|Array, # updates made before
     recipe:Recipe,

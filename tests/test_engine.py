@@ -242,3 +242,10 @@ def test_adapters_are_read_in_their_pages(checked, monkeypatch, kernel):
     halves = {p: LoraPair(m.a, m.b, -.5 * m.scale) for p,m in blue.modules.items()}
     mixed = dense.merged(dense.merged(WEIGHTS, {p: LoraPair(m.a, m.b, .5 * m.scale) for p,m in red.modules.items()}), halves)
     assert out[3] == dense.greedy(M0, mixed, ids, 8)
+
+def test_every_program_updates_the_arena_in_place(checked):
+    engine = checked(replace(SMALL, memory=64 << 20))
+    arena = engine.residents.arena
+    for shape, program in engine.runner.programs.items():
+        used = program.memory_analysis()
+        assert used.alias_size_in_bytes >= arena.nbytes and used.temp_size_in_bytes < .05 * arena.nbytes, shape
