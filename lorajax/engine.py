@@ -18,6 +18,7 @@ from .constraints import Constraint
 from .core import Refused, Sampling, check_token_ids, choices, quoted
 from .images import RANK_BLOCK, pieces_of
 from .kv import KV, Hits
+from .ops import check_backend
 from .plan import Limits, Plan, Request, Sequence as Running
 from .scheduler import Scheduler, check_possible
 from .step import Draw, Runner, StepRow, page_layout, rank_blocks, step_shapes
@@ -289,6 +290,7 @@ class Engine:
         config:Config=Config(),
         progress:Callable=lambda shapes: shapes, # wraps the iteration over the programs to compile, for a progress bar
     ):
+        check_backend(config.backend)
         self.base, self.config, self.names, self.failed = base, config, Names(), None
         layout, max_len = page_layout(base, config.block), min(config.max_len, base.config.max_len)
         n_pages = (default_memory() if config.memory is None else config.memory) // layout.nbytes

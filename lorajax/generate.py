@@ -11,7 +11,7 @@ from flax import nnx
 from .adapters import Adapter
 from .base import Base
 from .core import Refused, Sampling, check_token_ids, choices
-from .ops import check_backend
+from .ops import asked_for, check_backend
 from .sampler import Room, penalises, unpacked
 from .step import Draw, StepRow, packed_rules, packed_segment, page_layout, step
 from .stops import Answer
@@ -58,7 +58,7 @@ def token_stream(
     width = -(-_round_up(longest + steps, 128) // layout.block)
     words = jnp.zeros((1 + rows * width, layout.words), layout.word)
     room = Room(max(len(s.logit_bias) for s in sampling), any(map(penalises, sampling)) * (longest + steps))
-    graph, weights = nnx.split(base.decoder)
+    (graph, weights), backend = nnx.split(base.decoder), asked_for(backend)
     texts, n_slots = [list(p) for p in prompts], {s: s for s in range(known)}
     routing = jnp.zeros((known, base.config.width), base.dtype)
     def row(i, start, end): # -> the row's tokens from start to end

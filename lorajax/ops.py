@@ -13,13 +13,14 @@ from typing import Callable, NamedTuple
 import jax, jax.numpy as jnp
 from jax import Array
 from .core import Refused, quoted
-from .attention import PagedKV, attend_paged_xla, rows_kv
+from .attention import PagedKV, attend_paged_pallas, attend_paged_xla, rows_kv
+from .hopper import lora_hopper, not_on_hopper
 from .kernels import PagedGroup, TokenTiles, device, lora_pallas, paged_rows
 from .ref import lora_ref, attend_ref
 
 # %% auto #0
 __all__ = ['BACKENDS', 'TRACED', 'LoraGroup', 'in_one_piece', 'dot', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla',
-           'attend_pages_ref', 'Backend', 'check_backend', 'choose', 'lora', 'attend', 'attend_pages']
+           'attend_pages_ref', 'Backend', 'asked_for', 'check_backend', 'choose', 'lora', 'attend', 'attend_pages']
 
 # %% ../nbs/04_ops.ipynb #91dc0ba1
 @jax.tree_util.register_dataclass
@@ -145,6 +146,18 @@ def _on_cuda(x, g, slots):
     if (platform := device()[0]) == 'gpu': return _paged(x, g, slots)
     return f'the device is a {platform}; this kernel wants a CUDA GPU (pallas-interpret runs anywhere, slowly)'
 
+def _on_hopper(x, g, slots):
+    if not any(name in device()[1] for name in ('H100', 'H200', 'H800', 'H20')):
+        return f'the device is {device()[1]}; this kernel wants a Hopper GPU'
+    return not_on_hopper(x, g, slots)
+
+def _one_query(q, kv, positions, window):
+    if q.shape[1] != 1: return f'there are {q.shape[1]} queries a row; this kernel takes one'
+
+def _one_query_on_cuda(q, kv, positions, window):
+    if (platform := device()[0]) == 'gpu': return _one_query(q, kv, positions, window)
+    return f'the device is a {platform}; this kernel wants a CUDA GPU (pallas-interpret runs anywhere, slowly)'
+
 def _one_token(x, g, slots):
     if x.shape[1] != 1: return f'there are {x.shape[1]} tokens a row; this form takes one'
     return _same_dtype(x, g, slots)
@@ -157,39 +170,46 @@ def _on_rows(run):
 BACKENDS = {
     'lora': {'pallas': Backend(lora_pallas, _on_cuda),
              'pallas-interpret': Backend(partial(lora_pallas, interpret=True), _paged, by_name=True),
+             'hopper': Backend(lora_hopper, _on_hopper, by_name=True), # int8 slots would give NaN, and it can't see them
              'xla-decode': Backend(_on_rows(lora_xla_decode), _one_token),
              'xla': Backend(_on_rows(lora_xla), _same_dtype),
              'ref': Backend(_on_rows(lora_each), _can)},
     'attend': {'xla': Backend(attend_xla, _can),
                'ref': Backend(attend_ref, _can)},
-    'attend_pages': {'xla': Backend(attend_paged_xla, _can),
+    'attend_pages': {'pallas': Backend(attend_paged_pallas, _one_query_on_cuda),
+                     'pallas-interpret': Backend(partial(attend_paged_pallas, interpret=True), _one_query, by_name=True),
+                     'xla': Backend(attend_paged_xla, _can),
                      'ref': Backend(attend_pages_ref, _can)},
 }
 
 # %% ../nbs/04_ops.ipynb #df3e56f6
-def check_backend(
-    name:str|None, # what a caller asked the whole model to use
-):
-    "Refuses a name that can't serve every product of a model, before anything runs."
-    if name in (None, 'xla', 'ref'): return
-    raise Refused(f'there is no backend {name!r} for a whole model; choose xla or ref, or leave it out')
+def asked_for(
+    backend:str|None, # what a caller asks for
+) -> str|None:
+    "The same, or what `LORAJAX_BACKEND` says. It belongs into the key of a program, which is traced once for each."
+    return backend or os.environ.get('LORAJAX_BACKEND') or None
 
-def _from_environment(op):
-    "What `LORAJAX_BACKEND` asks for."
-    text = os.environ.get('LORAJAX_BACKEND', '')
-    asked = dict(part.split('=', 1) if '=' in part else ('every', part) for part in text.split(',') if part)
-    if unknown := asked.keys() - BACKENDS.keys() - {'every'}:
-        raise Refused(f'LORAJAX_BACKEND={quoted(text)} names an operation {min(unknown)!r}; '
-                      f'there are {", ".join(BACKENDS)}')
-    return asked.get(op, asked.get('every'))
+def _named(op, asked): # the name for one operation, or None
+    parts = dict(part.split('=', 1) if '=' in part else ('every', part) for part in (asked or '').split(',') if part)
+    if unknown := parts.keys() - BACKENDS.keys() - {'every'}:
+        raise Refused(f'backend {quoted(asked)} names an operation {min(unknown)!r}; there are {", ".join(BACKENDS)}')
+    return parts.get(op, parts.get('every'))
+
+def check_backend(
+    asked:str|None, # for a whole model
+):
+    "Refuses a backend that can't serve every product of a model, before anything runs."
+    for op, table in BACKENDS.items():
+        if (name := _named(op, asked)) not in (None, *table):
+            raise Refused(f'there is no backend {name!r} for a whole model; choose xla or ref, or leave it out')
 
 def choose(
     op:str, # a key of `BACKENDS`
     *arrays, # the operation's arguments, or anything with their shapes and dtypes
-    backend:str|None=None, # a name in `BACKENDS[op]`; None asks `LORAJAX_BACKEND`, else takes the first that can
+    backend:str|None=None, # as for `asked_for`; None for any operation takes the first that can
 ) -> str: # the name of the implementation that will run
     "The implementation for these arrays; raises `Refused` with the reason when it can't be the one asked for."
-    table, asked = BACKENDS[op], backend or _from_environment(op)
+    table, asked = BACKENDS[op], _named(op, asked_for(backend))
     if asked is not None and asked not in table:
         raise Refused(f'there is no backend {asked!r} for {op}; choose one of {", ".join(table)}')
     reasons = {}

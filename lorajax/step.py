@@ -17,6 +17,7 @@ from .base import Base
 from .core import EMBEDDING, HEAD, MAX_BIASES, Sampling
 from .images import RANK_BLOCK, PageLayout, Pieces
 from .model import Paged, Segment
+from .ops import asked_for
 from .rows import OUTSIDE, RowBuffers, paged_groups, plan_rows
 from .sampler import Room, Sampled, SamplingRows, packed, penalises, sample, sampling_rows, score, unpacked
 
@@ -195,7 +196,7 @@ class Runner:
         progress:Callable=lambda shapes: shapes, # wraps the iteration over shapes, for a progress bar
     ):
         self.base, self.residents, self.shapes, self.layout = base, residents, shapes, residents.arena.layout
-        self.slots, self.max_rank, self.outside, self.backend = slots, max_rank, outside, backend
+        self.slots, self.max_rank, self.outside, self.backend = slots, max_rank, outside, asked_for(backend)
         self.paged = jax.default_backend() == 'gpu' if paged is None else paged
         self.width, self.room = -(-max_len // self.layout.block), Room(MAX_BIASES, max_len, -(-base.config.vocab_size // 32))
         self.graph, self.weights = nnx.split(base.decoder)
