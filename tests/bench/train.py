@@ -96,7 +96,10 @@ def same_json(answer, wanted):
     try: return float(json.loads(answer) == json.loads(wanted))
     except ValueError: return 0.
 
-METRICS = dict(slots=('exact JSON', same_json)) # of the others chrF, and of style, where no answer is the right one, perplexity
+def has_result(answer, wanted): return float(bool(re.search(r'#### ?-?\d', answer)))
+
+# Of the others chrF, and of style, where no answer is the right one, perplexity.
+METRICS = dict(slots=('exact JSON', same_json), maths=('comes to a result', has_result))
 
 def answers(base, adapters, rows):
     "What the base and each adapter answer to the prompts of its task."
