@@ -4,8 +4,10 @@
 
 # %% ../nbs/07_arena.ipynb #ebe58228
 from __future__ import annotations
-import hashlib, json, math
+import hashlib, json, math, time
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 import jax, jax.numpy as jnp, numpy as np
@@ -62,6 +64,7 @@ class Arena:
                            jax.ShapeDtypeStruct((n,), jnp.int32, sharding=place('device')))
         sizes = [1 << i for i in range(LARGEST_CHUNK.bit_length()) if 1 << i < n_pages]
         self.programs = {n: write_pages.lower(self.words, *shape(n)).compile() for n in sizes}
+        self.look = jax.jit(lambda words, page: words[page, 0]).lower(self.words, jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
     @property
     def nbytes(self): return self.n_pages * self.layout.nbytes
@@ -73,6 +76,10 @@ class Arena:
         for chunk, end in zip(chunks, ends):
             n = len(chunk)
             self.words = self.programs[n](self.words, chunk, np.array(ids[end-n:end], np.int32))
+
+    def written(self, page:int) -> Array: # [] a word of the page
+        "Ready as soon as everything that was started before is."
+        return self.look(self.words, np.int32(page))
 
 # %% ../nbs/07_arena.ipynb #e0f87986
 class Residents:
@@ -88,6 +95,7 @@ class Residents:
         self.known: dict[str, Known] = {} # the same versions; the store may forget one while it is in use here
         self.recipes: dict[str, tuple[tuple[str, float], ...]] = {} # composed version -> (part, weight)
         self.swaps = 0 # copies to the device so far
+        self.times, self.watch = deque(maxlen=10_000), ThreadPoolExecutor(1, 'swap-times')
 
     def ahead(self, version:str):
         "Start reading what the version needs from disk."
@@ -113,6 +121,10 @@ class Residents:
     def size(self, version:str) -> int:
         "Pages that it takes, with all its parts; `Refused` if the store doesn't know it."
         return _size(self, version)
+
+    def swap_seconds(self) -> list[float]: # seconds each
+        "How long the copies took that have ended since the last call, from any thread."
+        return [self.times.popleft() for _ in range(len(self.times))]
 
     def forget(self,
         keys:Iterable[Hashable], # that left the pool; versions among them, perhaps
@@ -146,6 +158,7 @@ def _swap_in(residents:Residents, version:str, stored:Stored):
     n, pages = stored.known.n_pages, residents.pages
     ids, left = pages.take(version, n, 'adapter', n * residents.arena.layout.nbytes / residents.bandwidth)
     residents.forget(left)
+    start = time.perf_counter()
     try: residents.arena.write(stored.chunks, ids)
     except BaseException:
         pages.done(version)
@@ -153,6 +166,11 @@ def _swap_in(residents:Residents, version:str, stored:Stored):
         raise
     residents.tables[version], residents.known[version] = ids, stored.known
     residents.swaps += 1
+    residents.watch.submit(_time_copy, residents.times, start, residents.arena.written(ids[-1]))
+
+def _time_copy(times, start, written): # on a thread of its own, since the engine's never waits for a copy
+    written.block_until_ready()
+    times.append(time.perf_counter() - start)
 
 def _join(residents:Residents, version:str) -> bool: # False while a part is read from disk
     "A composition over its parts, which come in if they aren't there."

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 import numpy as np
-from .core import Refused
-from .encoders import DIMS, LIMIT, needs
+from .core import Refused, needs
+from .encoders import DIMS, LIMIT
 
 # %% auto #0
 __all__ = ['OPSET', 'KINDS', 'Rows', 'labelled', 'Classifier', 'floats', 'Prior', 'softmax', 'Linear', 'Forest']

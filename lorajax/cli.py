@@ -7,6 +7,7 @@ from __future__ import annotations
 import json, os, sys, time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 import jax, typer
@@ -20,16 +21,18 @@ from . import __version__
 from .adapters import check_name
 from .base import DTYPES, load_base, save_base
 from .cli_train import add_merge, add_train
-from .core import Refused, Sampling, read_json
+from .core import Refused, Sampling, needs, read_json
 from .generate import Event, stream
 from .lora_config import CONFIG_FILE, check_adapter_config
 from .ops import check_backend
 from .peft import WEIGHTS_FILE
+from .registry import (check_key, check_manifest, manifest_of, new_key, read_key, read_manifest, signed,
+                              write_manifest)
 from .route_cli import route_app
 
 # %% auto #0
 __all__ = ['app', 'MODEL_HELP', 'ModelArg', 'DTYPE_HELP', 'DtypeArg', 'DEMO', 'named_folders', 'who_answers', 'Shown', 'show',
-           'generate_', 'inspect', 'convert', 'demo', 'main']
+           'generate_', 'inspect', 'convert', 'sign', 'verify', 'demo', 'serve', 'main']
 
 # %% ../nbs/20_cli.ipynb #8a202ef9
 def named_folders(
@@ -45,7 +48,7 @@ def named_folders(
         if names.count(name) > 1:
             raise Refused(f'two adapters are called {name!r}; give each a name of its own: NAME=DIR')
         if not folder.is_dir():
-            raise Refused(f'--adapter {check_name(name)}: there is no directory {folder}; nothing is downloaded')
+            raise Refused(f'adapter {check_name(name)}: there is no directory {folder}; nothing is downloaded')
         check_name(name)
     return dict(pairs)
 
@@ -261,6 +264,59 @@ def convert(
     base = _loaded(model, dtype)
     print(f'{save_base(base, out)} holds {base}')
 
+# %% ../nbs/20_cli.ipynb #65cbbc80
+@app.command()
+def sign(
+    adapters:Annotated[list[str], typer.Argument(metavar='[NAME=]DIR', show_default=False,
+        help='PEFT directories, and what their makers call them.')]=[],
+    model:ModelArg='smollm2',
+    key:Annotated[Path|None, typer.Option(metavar='FILE', help='Sign with the ed25519 key in this PEM file.')]=None,
+    new:Annotated[Path|None, typer.Option('--new-key', metavar='FILE',
+        help='Make such a file, and sign with it.')]=None,
+):
+    "State which base each adapter belongs to, in a file beside its weights."
+    if key and new: raise Refused('--key and --new-key are both given; sign with one key')
+    folders = named_folders(adapters)
+    if not (folders or new): raise Refused('there is nothing to sign; name the directories of adapters')
+    if new: print(f'public key {new_key(new)}; private key in {new}')
+    private = read_key(key or new) if key or new else None
+    base = _loaded(model, None) if folders else None
+    for name, folder in folders.items():
+        now = datetime.now(UTC).isoformat(timespec='seconds')
+        m = manifest_of(name, base.fingerprint, base.load_adapter(folder, name).fingerprint, now)
+        m = signed(m, private) if private else m
+        write_manifest(folder, m)
+        print(f'{folder}: {"signed with key " + m.key if m.key else "not signed"}, for base {m.base[:16]}')
+
+# %% ../nbs/20_cli.ipynb #06e6f847
+def _verified(base, folder, trusted, required): # facts for a person or for JSON
+    try:
+        adapter, m = base.load_adapter(folder, 'verified'), read_manifest(folder)
+        check_manifest(m, base.fingerprint, adapter.fingerprint, trusted, required)
+    except Refused as e: return dict(adapter=str(folder), ok=False, reason=str(e))
+    manifest = 'none' if m is None else 'signed' if m.key else 'not signed'
+    return dict(adapter=str(folder), ok=True, version=base.version(adapter), manifest=manifest, key=m.key if m else '')
+
+@app.command()
+def verify(
+    adapters:Annotated[list[Path], typer.Argument(metavar='DIR', help='PEFT directories.')],
+    model:ModelArg='smollm2',
+    trust:Annotated[list[str], typer.Option(metavar='KEY',
+        help='A public key, 64 hex digits; repeat for more. One of them must have signed.')]=[],
+    require:Annotated[bool, typer.Option('--require-manifest', help='An adapter without a manifest is bad.')]=False,
+    as_json:Annotated[bool, typer.Option('--json', help='Print one JSON object an adapter.')]=False,
+):
+    "Check adapters as a server would: their files, their base, and who vouches for them."
+    trusted = [check_key(k) for k in trust]
+    base, bad = _loaded(model, None), 0
+    for folder in adapters:
+        found = _verified(base, folder, trusted, require)
+        bad += not found['ok']
+        if as_json: print(json.dumps(found, ensure_ascii=False))
+        elif found['ok']: print(f'{folder}: good, version {found["version"][:16]}, manifest: {found["manifest"]}')
+        else: _say(f'{folder}: {found["reason"]}')
+    if bad: raise typer.Exit(1)
+
 # %% ../nbs/20_cli.ipynb #46c23529
 DEMO = [('base', 'I need to cancel the table for Owen Dancause sorry.'),
         ('slots', 'I need to cancel the table for Owen Dancause sorry.'),
@@ -309,6 +365,12 @@ def demo(
 add_train(app, _loaded)
 add_merge(app, _loaded)
 app.add_typer(route_app, name='route')
+
+# %% ../nbs/20_cli.ipynb #12aa8cd6
+@app.command(context_settings=dict(ignore_unknown_options=True, allow_extra_args=True, help_option_names=[]))
+def serve(ctx:typer.Context):
+    "Serve a base and its adapters with the API of OpenAI."
+    needs('serving.command', 'serve').run(ctx.args)
 
 # %% ../nbs/20_cli.ipynb #314fd8d3
 def main():

@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #a3485953
 from __future__ import annotations
-import json, secrets
+import importlib, json, secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -12,8 +12,8 @@ from pathlib import Path
 
 # %% auto #0
 __all__ = ['EMBEDDING', 'HEAD', 'LAYER_MODULES', 'MAX_BIASES', 'MAX_STOPS', 'MAX_LOGPROBS', 'MAX_CHOICES', 'Refused', 'quoted',
-           'read_text', 'read_json', 'RopeScaling', 'ModelConfig', 'module_shapes', 'ResponseFormat', 'Sampling',
-           'check_token_ids', 'choices']
+           'read_text', 'read_json', 'needs', 'RopeScaling', 'ModelConfig', 'module_shapes', 'ResponseFormat',
+           'Sampling', 'check_token_ids', 'choices']
 
 # %% ../nbs/00_core.ipynb #dc3eaf48
 class Refused(ValueError):
@@ -47,6 +47,16 @@ def read_json(
     except (ValueError, RecursionError) as e: raise Refused(f'{path} is not readable as JSON ({e}); {remedy}') from None
     if not isinstance(found, dict): raise Refused(f'{path} holds a {type(found).__name__} and not a JSON object; {remedy}')
     return found
+
+# %% ../nbs/00_core.ipynb #7851e4c9
+def needs(
+    module:str, # dotted, such as 'redis.asyncio'
+    extra:str, # of pyproject.toml, that brings it
+):
+    "A module that only an extra brings."
+    try: return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        raise Refused(f"this needs {e.name}; install it with: pip install 'lorajax[{extra}]'") from None
 
 # %% ../nbs/00_core.ipynb #1a7c31df
 @dataclass(frozen=True)

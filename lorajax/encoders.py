@@ -4,7 +4,7 @@
 
 # %% ../nbs/13a_encoders.ipynb #e8691412
 from __future__ import annotations
-import hashlib, importlib, json, zlib
+import hashlib, json, zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -15,10 +15,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
-from .core import Refused, quoted
+from .core import Refused, needs, quoted
 
 # %% auto #0
-__all__ = ['DIMS', 'TOKENS', 'LIMIT', 'TABLE', 'Features', 'quantised', 'first_tokens', 'distil', 'needs', 'digest', 'Encoder',
+__all__ = ['DIMS', 'TOKENS', 'LIMIT', 'TABLE', 'Features', 'quantised', 'first_tokens', 'distil', 'digest', 'Encoder',
            'StaticEncoder', 'HashedEncoder', 'SentenceEncoder', 'encoder_for']
 
 # %% ../nbs/13a_encoders.ipynb #74645c91
@@ -72,12 +72,6 @@ def distil(
     table = np.rint(rows / scale[:, None]).astype(np.int8)
     tokenizer = json.dumps(json.loads(static.tokenizer.to_str()), ensure_ascii=False, separators=(',', ':'))
     save_file(dict(table=table, scale=scale), out, metadata=dict(facts) | dict(tokenizer=tokenizer))
-
-def needs(module:str, extra:str):
-    "A module that only an extra brings."
-    try: return importlib.import_module(module)
-    except ModuleNotFoundError as e:
-        raise Refused(f"this needs {e.name}; install it with: pip install 'lorajax[{extra}]'") from None
 
 # %% ../nbs/13a_encoders.ipynb #9c2a91e6
 def digest(*parts:bytes) -> str:

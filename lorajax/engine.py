@@ -332,6 +332,13 @@ class Engine:
         "Makes an adapter available. A name that is taken moves to the new one; running requests keep the old."
         return _load(self, adapter, name, dtype)
 
+    def adopt(self,
+        version:str, # of an adapter that an engine with the same folder was given before
+        name:str, # what requests call it
+    ) -> bool: # whether the folder has it
+        "Makes an adapter available from the image that is kept of it; its files aren't read again."
+        return _adopt(self, version, check_name(name))
+
     def compose(self,
         name:str, # what requests call it
         weights:Mapping[str, float], # names of adapters -> weight; negative ones subtract
@@ -444,30 +451,49 @@ def _try_cancel(engine, running): # an engine that is closing cancels everything
     with engine._lock:
         if not engine._closing: engine._inbox.put(cancel)
 
+def _check_fits(engine, name, pieces):
+    rank, outside = (n * RANK_BLOCK for n in rank_blocks([pieces]))
+    config, up = engine.config, lambda n: -(-n // RANK_BLOCK) * RANK_BLOCK
+    if rank > up(config.max_rank):
+        raise Refused(f'adapter {name!r} has rank {max(r for _,r in pieces.ranks)}, and the engine serves up to '
+                      f'{config.max_rank}; make one with a larger max_rank')
+    if outside > up(config.outside):
+        raise Refused(f'adapter {name!r} adapts the embedding or the head with rank {outside}, and the engine has room '
+                      f'for {config.outside} there; make one with a larger outside')
+
+def _point(engine, name, named): # its version is kept for the name already
+    def point():
+        before = engine.names.point(name, named)
+        if before: _let_go(engine, before.version)
+    engine.call(point)
+
 def _load(engine, adapter, name, dtype):
     _check_open(engine)
     if not isinstance(adapter, Adapter): adapter = engine.base.load_adapter(adapter, name)
-    name, config = check_name(name or adapter.name), engine.config
+    name = check_name(name or adapter.name)
     engine.base.check(adapter)
-    pieces = pieces_of({p: m.rank for p,m in adapter.modules.items()}, engine.base.config)
-    rank, outside = (n * RANK_BLOCK for n in rank_blocks([pieces]))
-    if rank > -(-config.max_rank // RANK_BLOCK) * RANK_BLOCK:
-        raise Refused(f'adapter {name!r} has rank {adapter.max_rank}, and the engine serves up to {config.max_rank}; '
-                      'make one with a larger max_rank')
-    if outside > -(-config.outside // RANK_BLOCK) * RANK_BLOCK:
-        raise Refused(f'adapter {name!r} adapts the embedding or the head with rank {outside}, and the engine has room '
-                      f'for {config.outside} there; make one with a larger outside')
+    _check_fits(engine, adapter.name, pieces_of({p: m.rank for p,m in adapter.modules.items()}, engine.base.config))
     version = engine.base.version(adapter, dtype)
     engine.names.keep(version)
     try: engine.store.add(version, adapter, dtype)
     except BaseException:
         _post(engine, lambda: _let_go(engine, version))
         raise
-    def point():
-        before = engine.names.point(name, Named(version, adapter.invocation, adapter.routing is not None))
-        if before: _let_go(engine, before.version)
-    engine.call(point)
+    _point(engine, name, Named(version, adapter.invocation, adapter.routing is not None))
     return version
+
+def _adopt(engine, version, name):
+    _check_open(engine)
+    engine.names.keep(version)
+    known = engine.store.folder.known.get(version)
+    try:
+        if known: _check_fits(engine, name, known.pieces)
+    except Refused:
+        engine.names.release(version) # its image stays, for an engine with more room
+        raise
+    if known: _point(engine, name, Named(version, known.invocation, known.routing is not None))
+    else: engine.names.release(version)
+    return known is not None
 
 def _compose(engine, name, weights): # on the engine's thread
     config, parts, version = engine.config, {}, None

@@ -8,8 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 import numpy as np
-from .core import Refused, quoted
-from .encoders import needs
+from .core import Refused, needs, quoted
 from .router import OUT_OF_SCOPE, Model, Policy, Routed, Router, RouteRequest
 
 # %% auto #0

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from .encoders import needs
+from .core import needs
 from .router import (Model, Routed, Router, RouteRequest, Scores, Session, Snapshot, asks_classifier,
                             decide)
 

@@ -4,15 +4,11 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 
-import tempfile
 from pathlib import Path
 import jax, pytest
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-COMPILED = tempfile.TemporaryDirectory() # engines of one shape share their programs
-jax.config.update('jax_compilation_cache_dir', COMPILED.name)
-jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.)
 
 SHARED = Path(__file__).resolve().parents[2] / 'shared'
 

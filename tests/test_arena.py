@@ -112,9 +112,12 @@ class Machine(RuleBasedStateMachine):
         pages, before = self.residents.pages, dict(self.residents.tables)
         running = {key for key,h in pages.holdings.items() if h.pins}
         try:
-            for part,_ in self.residents.recipe(version):
-                if part not in pages.holdings: self.store.fetch(part)
-            assert self.residents.use(version)
+            parts = [part for part,_ in self.residents.recipe(version)]
+            for _ in parts: # reading one part may push another out of the store, but each attempt brings one to the device
+                for part in parts:
+                    if part not in pages.holdings: self.store.fetch(part)
+                if ready := self.residents.use(version): break
+            assert ready
             self.used.append(version)
         except (NoRoom, Refused, DeviceError) as e:
             assert version not in pages.holdings and running <= set(pages.holdings)

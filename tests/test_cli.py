@@ -43,7 +43,7 @@ def generate(files, *args, run=lorajax, **kw):
 
 def test_help_reads_well():
     out = lorajax('--help').stdout
-    for command in ('generate', 'inspect', 'convert', 'demo'): assert command in out
+    for command in ('generate', 'inspect', 'convert', 'sign', 'verify', 'demo'): assert command in out
     out = lorajax('generate', '--help').stdout
     options = ('--model', '--adapter', '--use', '--prompt', '--temperature', '--seed', '--json')
     for option in options: assert option in out
@@ -110,6 +110,38 @@ def test_inspect(files, here):
     assert out.startswith(alone) and 'q_proj, v_proj' in out and 'version' in out
     assert 'n_layers       2' in here('inspect', files / 'base').stdout
     assert f'holds adapters in blue, red' in here('inspect', files).stderr
+
+def test_sign_and_verify(files, here, tmp_path):
+    for name in ('red', 'blue'): shutil.copytree(files / name, tmp_path / name)
+    red, blue, base = tmp_path / 'red', tmp_path / 'blue', ('--model', files / 'base')
+    assert 'blue: good' in here('verify', blue, *base).stdout and here('verify', blue, *base).stdout.endswith('manifest: none\n')
+    assert here('sign', '--new-key', tmp_path / 'key.pem', f'crimson={red}', *base).returncode == 0
+    manifest = json.loads((red / 'lorajax.json').read_text())
+    assert manifest['name'] == 'crimson' and len(manifest['signature']) == 128
+    done = here('verify', red, blue, *base, '--trust', manifest['key'])
+    assert done.returncode == 1 and f'{red}: good' in done.stdout and 'manifest: signed' in done.stdout
+    assert done.stderr == f'{blue}: the adapter has no lorajax.json, and one is required here; make it with: lorajax sign\n'
+    assert here('sign', blue, *base).stdout.startswith(f'{blue}: not signed, for base {manifest["base"][:16]}')
+    edit_tensors(lambda t: {k: 2 * x for k,x in t.items()})(red)
+    lines = here('verify', red, blue, tmp_path, *base, '--json', '--require-manifest').stdout.splitlines()
+    first, second, third = map(json.loads, lines)
+    assert not first['ok'] and "the manifest of 'crimson' is for adapter" in first['reason'] and not third['ok']
+    assert second | dict(version='') == dict(adapter=str(blue), ok=True, version='', manifest='not signed', key='')
+
+def test_sign_and_verify_on_another_base(files, here, tmp_path):
+    shutil.copytree(files / 'red', tmp_path / 'red')
+    save_base(random_base(seed=1), tmp_path / 'upgraded')
+    assert here('sign', tmp_path / 'red', '--model', files / 'base').returncode == 0
+    done = here('verify', tmp_path / 'red', '--model', tmp_path / 'upgraded')
+    assert done.returncode == 1 and done.stderr.count('\n') == 1
+    assert "'red' was made for base" in done.stderr and 'after a change of base, sign a new manifest' in done.stderr
+
+@pytest.mark.parametrize('args, why', [
+    (['sign'], 'there is nothing to sign'), (['sign', '--key', 'a', '--new-key', 'b'], 'sign with one key'),
+    (['sign', '--key', 'none.pem', 'red'], 'there is no directory red'), (['verify', 'red', '--trust', 'ann'], "'ann' is no public key")])
+def test_sign_and_verify_refuse_before_the_base_is_loaded(here, args, why):
+    done = here(*args, '--model', 'no/such/base')
+    assert done.returncode == 1 and done.stderr.startswith('lorajax: ') and why in done.stderr
 
 def test_a_bad_adapter_in_a_real_process(files, tmp_path):
     folder = broken(files, tmp_path / 'x', cut)

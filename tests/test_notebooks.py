@@ -69,7 +69,9 @@ def check_imports(names, banned):
     assert done.returncode == 0, done.stderr
 
 @pytest.mark.parametrize('module', ['core', 'adapters', 'lora_config', 'peft', 'pages', 'images', 'weights', 'hf',
-                                    'gguf_files', 'text', 'tokenizer_files'])
+                                    'gguf_files', 'text', 'tokenizer_files', 'kv', 'registry', 'router', 'encoders',
+                                    'classifiers', 'router_model', 'evaluation', 'shared_state', 'lifecycle', 'route_cli',
+                                    'plan', 'scheduler'])
 def test_host_modules_never_import_jax_or_torch(module):
     check_imports([f'lorajax.{module}'], {'jax', 'torch', 'transformers', 'peft'})
 

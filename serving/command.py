@@ -1,0 +1,57 @@
+"""The command `lorajax serve`."""
+from __future__ import annotations
+import sys
+from dataclasses import replace
+from typing import Annotated
+import typer
+from rich.console import Console
+from rich.progress import track
+from lorajax.core import needs
+from .settings import Settings, from_environment
+
+D = Settings()
+def opt(help:str, default=None, flag:str|None=None):
+    said = f'{help} [{default}]' if default not in (None, '') else help
+    return typer.Option(*([flag] if flag else []), help=said, show_default=False)
+
+def serve(
+    model:Annotated[str|None, opt('The base: a Hugging Face directory, a .gguf file, a directory from `lorajax convert`, or smollm2.', D.model)]=None,
+    adapters:Annotated[str|None, opt('A directory of adapter directories: all are loaded, and more may be loaded from it at run time.', D.adapters)]=None,
+    host:Annotated[str, opt('Where to listen; 0.0.0.0 for every network.', '127.0.0.1')]='127.0.0.1',
+    port:Annotated[int, opt('', 8000)]=8000,
+    state:Annotated[str|None, opt('A directory for what survives restarts.', D.state)]=None,
+    router:Annotated[str|None, opt('A directory from `lorajax route train`, which answers the model `auto`.')]=None,
+    redis:Annotated[str|None, opt('URL of a Redis that several servers share.')]=None,
+    dtype:Annotated[str|None, opt('Of weights and activations: bfloat16 or float32.')]=None,
+    rows:Annotated[int|None, opt('Sequences that generate at the same time.', D.rows)]=None,
+    slots:Annotated[int|None, opt('Different adapters among them.', D.slots)]=None,
+    max_rank:Annotated[int|None, opt('Largest rank of an adapter.', D.max_rank)]=None,
+    max_len:Annotated[int|None, opt('Positions of a sequence.', D.max_len)]=None,
+    memory:Annotated[int|None, opt('Bytes of device memory for keys, values and adapters.')]=None,
+    queue:Annotated[int|None, opt('Sequences that may wait before requests are turned away.', D.queue)]=None,
+    api_keys:Annotated[str|None, opt('A JSON file of API keys; see serving/README.md.')]=None,
+    strict:Annotated[bool|None, opt('An adapter that cannot be served is an error; otherwise the base answers and says so.', flag='--strict')]=None,
+    cache:Annotated[float|None, opt('Least similarity of prompts that get one answer, such as 0.97; 0 for none.', D.cache)]=None,
+    log_level:Annotated[str, opt('Of the log on standard error.', 'info')]='info',
+):
+    """Serve a base and its adapters with the API of OpenAI.
+
+    Every setting may also be given as an environment variable: LORAJAX_MODEL and so on; serving/README.md lists them all.
+    """
+    given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots, max_rank=max_rank,
+                 max_len=max_len, memory=memory, queue=queue, api_keys=api_keys, strict=strict, cache=cache)
+    settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
+    uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
+    app.set_up_logs(log_level)
+    err = Console(stderr=True)
+    def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
+    made = app.create_app(settings, bar)
+    print(f'lorajax: loading {settings.model}; the first start also compiles, which takes a minute or two', file=sys.stderr)
+    made.on_startup.append(lambda: print(f'lorajax: http://{host}:{port} answers (Ctrl-C stops)', file=sys.stderr))
+    uvicorn.run(made, host=host, port=port, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=30)
+
+def run(arguments:list[str]):
+    "The command with these words behind it."
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(serve)
+    app(arguments, prog_name='lorajax serve')

@@ -1,0 +1,57 @@
+"""What an operator may set: environment variables that begin with LORAJAX_, or flags of `lorajax serve` by the same names."""
+from __future__ import annotations
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from lorajax.core import Refused, quoted
+
+@dataclass(frozen=True)
+class Settings:
+    "Defaults serve SmolLM2 with the example adapters on this machine."
+    model: str = 'smollm2' # the base: a directory, a .gguf file, or the word smollm2
+    dtype: str = '' # of weights and activations; by default bfloat16, or what `lorajax convert` kept
+    adapters: str = 'examples/adapters' # a directory of adapter directories, all loaded at start; also a root for loads
+    roots: str = '' # further directories, with ':' between them, below which adapters may be loaded at run time
+    state: str = '.lorajax' # a directory for the registry and the adapters' images; survives restarts
+    router: str = '' # a directory that `lorajax route train` made; by default the examples' own, for the examples
+    redis: str = '' # URL; shares routing memory and rate limits among processes
+    rows: int = 8 # sequences that generate at the same time
+    slots: int = 8 # different adapters among them
+    max_rank: int = 64 # of an adapter
+    outside: int = 0 # rank of adapters on the embedding or the head, taken together; 0 serves none of those
+    max_len: int = 2048 # positions of a sequence
+    memory: int = 0 # bytes of the arena; 0 for the engine's default
+    queue: int = 256 # sequences that may wait; more get 429
+    timeout: float = 600. # seconds after which a request is given up, at most
+    max_body: int = 2 << 20 # bytes of a request
+    api_keys: str = '' # a JSON file; see the README. Without one, everybody may ask
+    admin_key: str = '' # for changes; without one they are taken from this machine alone
+    strict: bool = False # an adapter that can't be served is an error; otherwise the base answers and says so
+    trusted: str = '' # public ed25519 keys, hex, with ',' between them; with any, adapters need a manifest signed by one
+    watch: float = 86_400. # seconds that a rollout stays at each stage
+    judge_every: float = 5. # seconds between judgements of rollouts
+    cache: float = 0. # semantic cache: least similarity of prompts, such as 0.97; 0 for none
+    cache_ttl: float = 3_600. # seconds that a cached answer stays
+    webhook: str = '' # URL that is told of alerts
+    log_prompts: bool = False # whether logs may hold prompts
+    otel: bool = False # OpenTelemetry traces; the exporter is set by OTEL_ variables
+
+    @property
+    def allowed_roots(self) -> tuple[Path, ...]:
+        return tuple(Path(p).resolve() for p in (self.adapters, *self.roots.split(':')) if p)
+
+def _read(name:str, kind:str, text:str):
+    try:
+        if kind == 'bool': return dict(zip(('1', 'true', 'yes', '0', 'false', 'no', ''), [True] * 3 + [False] * 4))[text.lower()]
+        return dict(int=int, float=float, str=str)[kind](text)
+    except (ValueError, KeyError): raise Refused(f'LORAJAX_{name.upper()}={quoted(text)}; it must be a {kind}') from None
+
+OTHERS = {'LORAJAX_BACKEND'} # the library's own
+
+def from_environment(environment:Mapping[str, str]=os.environ) -> Settings:
+    "The settings that variables give; one that begins with LORAJAX_ and isn't known is refused."
+    known = {f'LORAJAX_{f.name.upper()}': f for f in fields(Settings)}
+    if unknown := sorted(k for k in environment if k.startswith('LORAJAX_') and k not in known and k not in OTHERS):
+        raise Refused(f'{unknown[0]} is no setting; the settings are {", ".join(known)}')
+    return Settings(**{f.name: _read(f.name, f.type, environment[k]) for k,f in known.items() if k in environment})

@@ -1,0 +1,70 @@
+"A server for tests: a tiny base with adapters on disk, an app in a thread, or a process as an operator starts it."
+import contextlib, os, signal, socket, subprocess, sys, threading, time
+from dataclasses import replace
+from pathlib import Path
+import httpx, uvicorn
+from lorajax.adapters import random_adapter
+from lorajax.base import random_base, save_base
+from lorajax.core import ModelConfig
+from lorajax.peft import save_adapter
+from serving.app import create_app
+from serving.settings import Settings
+
+SMALL = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=256)
+LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+
+def adapter_of(name, seed, rank=4): return random_adapter(SMALL, name, rank, LINEARS, seed=seed, std=.3)
+
+def make_files(folder:Path, names) -> dict: # where things are
+    "A base with a chat template, and adapters that say different things."
+    base = random_base(SMALL)
+    save_base(replace(base, name='tiny', tokenizer=replace(base.tokenizer, template=TEMPLATE)), folder / 'tiny')
+    for i, name in enumerate(names): save_adapter(adapter_of(name, i + 1), folder / 'adapters' / name)
+    return dict(model=str(folder / 'tiny'), adapters=str(folder / 'adapters'), state=str(folder / 'state'))
+
+def free_port() -> int:
+    with socket.socket() as s: s.bind(('127.0.0.1', 0)); return s.getsockname()[1]
+
+SIZES = dict(rows=4, slots=2, max_rank=16, max_len=256, memory=2 << 20)
+
+@contextlib.contextmanager
+def app_in_thread(**settings): # (URL, app)
+    "The app under uvicorn, in this process, so that a test can look inside."
+    app = create_app(Settings(**SIZES | settings))
+    server = uvicorn.Server(uvicorn.Config(app, port=(port := free_port()), log_level='error', timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    end = time.monotonic() + 120
+    while not server.started: assert thread.is_alive() and time.monotonic() < end, 'the app did not start'; time.sleep(.05)
+    try: yield f'http://127.0.0.1:{port}', app
+    finally:
+        server.should_exit = True
+        thread.join()
+
+class ServerProcess:
+    "`lorajax serve`, with settings as environment variables."
+    def __init__(self, log:Path, **settings):
+        self.port, self.log, self.process = free_port(), log, None
+        self.url = f'http://127.0.0.1:{self.port}'
+        self.env = os.environ | {f'LORAJAX_{k.upper()}': str(v) for k,v in (SIZES | settings).items()}
+
+    def start(self, wait=180):
+        command = [sys.executable, '-m', 'lorajax.cli', 'serve', '--port', str(self.port)]
+        with open(self.log, 'ab') as out: self.process = subprocess.Popen(command, env=self.env, stdout=out, stderr=out, cwd=Path(__file__).parents[1])
+        end = time.monotonic() + wait
+        while True:
+            assert self.process.poll() is None and time.monotonic() < end, f'the server did not start:\n{self.log.read_text()[-3000:]}'
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f'{self.url}/ready', timeout=1).status_code == 200: return self
+            time.sleep(.1)
+
+    def kill(self): self.process.kill(), self.process.wait()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def __enter__(self): return self.start()
+    def __exit__(self, *error):
+        if self.process.poll() is None: self.stop()
