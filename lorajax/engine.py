@@ -8,6 +8,7 @@ import asyncio, itertools, math, queue, tempfile, threading, time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import jax, numpy as np
@@ -279,7 +280,8 @@ def _let_go(engine:Engine, version:str|None):
     parts = [part for part,_ in engine.residents.recipes.pop(version, ())]
     engine.residents.drop(version)
     engine.kv.forget(version)
-    if not parts: engine.store.remove(version)
+    if not parts:
+        with suppress(Refused): engine.store.remove(version) # whose file was lost, it has forgotten already
     for part in parts: _let_go(engine, part)
 
 # %% ../nbs/15_engine.ipynb #955c5d45

@@ -79,7 +79,9 @@ class FakeVersions:
 
     def use(self, version):
         left = self.reads.get(version, 0)
-        if left < 0: raise Refused(f'version {version!r} can no longer be read; load the adapter again')
+        if left < 0:
+            self.sizes.pop(version, None) # as the store does
+            raise Refused(f'version {version!r} can no longer be read; load the adapter again')
         self.reads[version] = max(0, left - 1)
         if left: return False
         if version not in self.pages.holdings:

@@ -60,12 +60,18 @@ def _use_version(sched:Scheduler, s:Sequence) -> str: # '' when it is pinned, or
         s.error = str(e)
         return 'error'
 
+def _fitting(sched:Scheduler, s:Sequence) -> Prefix|None: # None: there is no room
+    found = _prefix(sched, s)
+    return next((p for p in (found, without_copy(found, sched.kv.block)) if _fits(sched, s, p)), None)
+
 def _start(sched:Scheduler, s:Sequence) -> str: # '' when it has started
     "Starts a waiting sequence, or says what it waits for."
     if why := _obstacle(sched, s): return why
-    prefix = _prefix(sched, s)
-    if not _fits(sched, s, prefix): prefix = without_copy(prefix, sched.kv.block)
-    if not _fits(sched, s, prefix): return 'room'
+    try: prefix = _fitting(sched, s)
+    except Refused as e: # the store has lost its adapter
+        s.error = str(e)
+        return 'error'
+    if prefix is None: return 'room'
     table = sched.kv.open(prefix) # ahead of the adapter, which might evict what was found
     if why := _use_version(sched, s):
         sched.kv.close(table)

@@ -4,7 +4,7 @@ import time
 from typing import Annotated, Any
 from litestar import Request, Response, get, post
 from litestar.di import NamedDependency, Provide
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromPath, JSONBody, QueryParameter
 from msgspec import Meta, Struct
 from lorajax.core import Refused
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -126,7 +126,7 @@ async def rollouts(request:Request) -> list[dict[str, Any]]:
     return service(request).status(request.state.key)['rollouts']
 
 @get('/v1/lorajax/audit', responses=documented(400, 401, 403), dependencies=CHANGE['dependencies'], tags=['Adapters'])
-async def audit(request:Request, actor:NamedDependency[str], limit:FromQuery[Annotated[int, Meta(ge=1, le=10_000)]]=100) -> list[dict[str, Any]]:
+async def audit(request:Request, actor:NamedDependency[str], limit:Annotated[int, QueryParameter(ge=1, le=10_000)]=100) -> list[dict[str, Any]]:
     "Who changed what, the newest first."
     return [vars(a) for a in await service(request).in_thread(service(request).registry.audit, limit)]
 

@@ -9,8 +9,8 @@ const SIGNALS = [ // key, words, unit, threshold, and whether a value is beyond 
   ['ttft_p50_ms', 'Time to first token, P50', ' ms'],
   ['tpot_p50_ms', 'Time per token, P50', ' ms'],
 ]
-
 const number = (v, unit = '') => v == null ? '–' : `${+v.toPrecision(3)}${unit}`
+const short = version => version.slice(0, 12)
 const clock = seconds => new Date(seconds * 1000).toLocaleString()
 
 function element(tag, content, kind = '') {
@@ -50,7 +50,7 @@ function drawStatus(s) {
   })
   draw('signals', s.signals, v => rows('signals', SIGNALS.map(([key, words, unit, threshold, beyond]) => {
     const judged = () => beyond(v[key]) ? ['beyond threshold', 'bad'] : ['fine', 'good']
-    const verdict = v[key] == null ? 'no measurements yet' : beyond ? judged() : ''
+    const verdict = v[key] == null ? 'not measured' : beyond ? judged() : ''
     return [words, number(v[key], unit), threshold ?? '–', verdict]
   })))
   draw('load', [s.sequences, s.pages, s.fallbacks], () => {
@@ -64,12 +64,13 @@ function drawStatus(s) {
     $('alerts').replaceChildren(...(lines.length ? lines : [element('li', 'none')]))
   })
   draw('adapters', s.adapters, adapters => rows('adapters', adapters.map(a => [
-    a.name, a.version, a.state === 'broken' ? [`broken: ${a.reason}`, 'bad'] : a.state,
+    a.name, short(a.version), a.state === 'broken' ? [`broken: ${a.reason}`, 'bad'] : a.state,
     Object.entries(a.parts).map(([name, weight]) => `${weight} × ${name}`).join(' + '),
     `${a.requests}`, number(a.hit_rate),
   ]), 'none'))
   draw('rollouts', s.rollouts, rollouts => rows('rollouts', rollouts.map(r => [
-    r.name, r.old, r.new, `${r.stage} %`, clock(r.since), `${r.requests}`, [`${r.errors}`, r.errors ? 'bad' : ''],
+    r.name, short(r.old), short(r.new), `${r.stage} %`, clock(r.since), `${r.requests}`,
+    [`${r.errors}`, r.errors ? 'bad' : ''],
   ]), 'none'))
 }
 
@@ -110,12 +111,18 @@ async function* events(response) {
 }
 
 let running = null // the AbortController of the answer that is being written
+function writing(on) { // the focus doesn't get lost in a button that is disabled
+  const [off, now] = on ? [$('send'), $('stop')] : [$('stop'), $('send')]
+  now.disabled = false
+  if (document.activeElement === off) now.focus()
+  off.disabled = true
+  $('answer').ariaBusy = `${on}` // read aloud when it is whole
+}
 
 async function send() {
   if (running || !$('ask').reportValidity()) return
   running = new AbortController()
-  $('send').disabled = !($('stop').disabled = false)
-  $('answer').ariaBusy = 'true' // read aloud when it is whole
+  writing(true)
   for (const id of ['answer', 'error', 'facts']) $(id).textContent = ''
   const body = JSON.stringify({
     model: $('model').value, messages: [{ role: 'user', content: $('prompt').value }], max_tokens: +$('most').value,
@@ -129,6 +136,7 @@ async function send() {
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message)
       if (event.model) facts.model = `answered by ${event.model}`
+      if (event.lorajax?.why) facts.why = event.lorajax.why
       if (event.usage) facts.usage = `${event.usage.prompt_tokens} + ${event.usage.completion_tokens} tokens`
       const text = event.choices?.[0]?.delta?.content
       if (text) $('answer').append(text)
@@ -138,16 +146,14 @@ async function send() {
     else $('error').textContent = e instanceof TypeError ? 'The answer broke off.' : e.message
   } finally {
     running = null
-    $('stop').disabled = !($('send').disabled = false)
-    $('answer').ariaBusy = 'false'
+    writing(false)
     $('facts').textContent = Object.values(facts).join(' · ')
   }
 }
 
 async function refresh() {
   try {
-    const status = await (await ask('/v1/lorajax/status')).json()
-    drawStatus(status)
+    drawStatus(await (await ask('/v1/lorajax/status')).json())
     draw('models', (await (await ask('/v1/models')).json()).data, drawModels)
   } catch (e) {
     draw('server', e.message, message => { $('server').textContent = message })

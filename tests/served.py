@@ -50,7 +50,7 @@ class ServerProcess:
         self.env = os.environ | {f'LORAJAX_{k.upper()}': str(v) for k,v in (SIZES | settings).items()}
 
     def start(self, wait=180):
-        command = [sys.executable, '-m', 'lorajax.cli', 'serve', '--port', str(self.port)]
+        command = [sys.executable, '-c', 'from lorajax.cli import main; main()', 'serve', '--port', str(self.port)]
         with open(self.log, 'ab') as out: self.process = subprocess.Popen(command, env=self.env, stdout=out, stderr=out, cwd=Path(__file__).parents[1])
         end = time.monotonic() + wait
         while True:

@@ -1,11 +1,13 @@
 "Not notebook cells: the page in a real browser, headless Chromium, against a server that speaks the interface."
-import copy, json, re, shutil, threading, time
+import contextlib, copy, json, re, shutil, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-import pytest
+import httpx, pytest
+import served
 
 playwright = pytest.importorskip('playwright.sync_api', reason="no playwright: pip install -e '.[dev]'")
 expect = playwright.expect
+expect.set_options(timeout=20_000)
 
 SERVING = Path(__file__).resolve().parents[1] / 'serving'
 FILES = {'/': ('page.html', 'html'), '/page.js': ('page.js', 'javascript'), '/page.css': ('page.css', 'css')}
@@ -72,7 +74,8 @@ def handler(stub):
                     match piece:
                         case None: return
                         case dict(): self.event(**piece)
-                        case _: self.event(model='sql', choices=[dict(index=0, delta=dict(content=piece))])
+                        case _: self.event(model='sql', lorajax=dict(why='the caller names it'),
+                                           choices=[dict(index=0, delta=dict(content=piece))])
                     time.sleep(.002)
                 self.event(model='sql', choices=[], usage=dict(prompt_tokens=9, completion_tokens=3))
                 self.wfile.write(b'data: [DONE]\r\n\r\n')
@@ -108,19 +111,23 @@ def browser():
         yield browser
         browser.close()
 
-@pytest.fixture
-def page(browser, stub):
-    "The page, opened; at the end of a test its console must hold no error that the test didn't provoke."
+@contextlib.contextmanager
+def opened(browser, url):
+    "The page; at the end its console must hold no error that the test didn't provoke."
     page = browser.new_page()
     page.set_default_timeout(15_000)
     errors = page.errors = []
     page.on('console', lambda m: errors.append(m.text) if m.type in ('error', 'warning') else None)
     page.on('pageerror', lambda e: errors.append(str(e)))
-    page.goto(stub.url)
+    page.goto(url)
     expect(page.locator('#model option')).not_to_have_count(0)
     yield page
     page.close()
     assert errors == []
+
+@pytest.fixture
+def page(browser, stub):
+    with opened(browser, stub.url) as page: yield page
 
 def row(page, table, name): return page.locator(f'#{table} tbody tr').filter(has=page.get_by_text(name, exact=True))
 def answer(page): return page.locator('#answer')
@@ -161,7 +168,7 @@ def test_an_answer_appears_piece_by_piece_and_its_markup_stays_text(page, stub):
     expect(answer(page)).to_have_text('Hel')
     assert answer(page).get_attribute('aria-busy') == 'true' and page.get_by_role('button', name='Send').is_disabled()
     stub.go.set()
-    expect(facts(page)).to_have_text('answered by sql · 9 + 3 tokens')
+    expect(facts(page)).to_have_text('answered by sql · the caller names it · 9 + 3 tokens')
     assert answer(page).text_content() == 'Hello ' + MARKUP and page.locator('#answer *').count() == 0
     [asked] = stub.asked
     assert asked == dict(model='sql', messages=[dict(role='user', content='Grüße, 世界')], max_tokens=200,
@@ -179,7 +186,7 @@ def test_stop_ends_the_request_and_keeps_what_came(page, stub):
     ask(page)
     expect(answer(page)).to_contain_text('x x x x')
     page.get_by_role('button', name='Stop').click()
-    expect(facts(page)).to_have_text('answered by sql · stopped')
+    expect(facts(page)).to_have_text('answered by sql · the caller names it · stopped')
     assert stub.gone.wait(10) and answer(page).text_content().startswith('x x')
     assert page.locator('#error').inner_text() == '' and page.get_by_role('button', name='Send').is_enabled()
 
@@ -234,14 +241,22 @@ def test_the_key_is_sent_and_stays_with_the_tab(page, stub):
     assert stub.keys[-1] == 'Bearer secret-of-the-tab'
 
 def test_a_keyboard_is_enough(page, stub):
-    stub.go.set()
     for label in ('Model', 'Most tokens', 'API key', 'Message'): # in this order, from the top
         page.keyboard.press('Tab')
         assert label in page.evaluate('document.activeElement.labels[0].textContent')
     page.keyboard.type('Hello?')
     page.keyboard.press('Control+Enter')
+    expect(answer(page)).to_have_text('Hel')
+    stub.go.set()
     expect(facts(page)).not_to_be_empty()
-    assert stub.asked[0]['messages'][0]['content'] == 'Hello?'
+    stub.go.clear()
+    page.keyboard.press('Tab')
+    page.keyboard.press('Enter') # on Send, after which the focus is on Stop
+    expect(page.get_by_role('button', name='Stop')).to_be_focused()
+    page.keyboard.press('Enter')
+    expect(facts(page)).to_contain_text('stopped')
+    expect(page.get_by_role('button', name='Send')).to_be_focused()
+    assert [a['messages'][0]['content'] for a in stub.asked] == ['Hello?'] * 2
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_texts_have_contrast(page, scheme):
@@ -266,3 +281,20 @@ def test_texts_have_contrast(page, scheme):
 def test_a_narrow_window_needs_no_sideways_scrolling(page):
     page.set_viewport_size(dict(width=320, height=640))
     assert page.evaluate('document.documentElement.scrollWidth') <= 320
+
+def test_the_page_works_on_the_real_server(browser, tmp_path):
+    files = served.make_files(tmp_path, ['sql', 'bash'])
+    with served.app_in_thread(**files) as (url, app), opened(browser, url) as page:
+        assert httpx.get(url).headers['content-security-policy'] == CSP
+        expect(page.locator('#server')).to_contain_text('tiny, ready')
+        expect(row(page, 'adapters', 'sql')).to_contain_text(app.state.service.current.names['sql'][:12])
+        assert {o.inner_text() for o in page.locator('#model option').all()} == {'tiny', 'bash', 'sql'}
+        page.get_by_label('Most tokens').fill('20')
+        ask(page, 'hello')
+        expect(facts(page)).to_contain_text('answered by sql')
+        expect(facts(page)).to_contain_text('tokens')
+        assert answer(page).text_content()
+        expect(row(page, 'adapters', 'sql')).to_contain_text('resident')
+        page.get_by_label('Most tokens').fill('999')
+        ask(page, 'hello')
+        said(page, re.compile('the context has 256'), 'status of 400 ')

@@ -392,10 +392,11 @@ def test_B56_an_adapter_that_cannot_be_read_fails_only_its_own_requests():
     sched, model = machine(reads=dict(c=-1))
     good = [s for i,v in enumerate([None, 'a', 'b', 'a', None]) for s in sched.submit(ask(f'r{i}', version=v, new=12))]
     for _ in range(4): step(sched, model)
-    bad, = sched.submit(ask('bad', version='c'))
+    bad, late = (sched.submit(ask(n, version='c'))[0] for n in ('bad', 'late'))
     plans = finish(sched, model)
-    assert bad.finished == 'error' and "'c' can no longer be read" in bad.error
-    assert [s for p in plans for s in p.ended] == [bad]
+    assert bad.finished == late.finished == 'error' and "'c' can no longer be read" in bad.error
+    assert "no version 'c'" in late.error, 'by then it was forgotten'
+    assert [s for p in plans for s in p.ended] == [bad, late]
     check_answers(good)
 
 def test_a_version_without_room_of_its_own_waits():
