@@ -70,9 +70,12 @@ def step_shapes(
     blocks:int, # rank blocks a module that are in use at the same time
     echo:bool=True, # whether prompts can be scored
 ) -> list[StepShape]:
-    "All shapes, with room for no adapters, for all, and for powers of two between."
-    room = [0, *(1 << i for i in range(1, blocks.bit_length()) if 1 << i < blocks), blocks]
-    plain = [StepShape(rows, *c, b) for c in [(0, 0), *sorted(chunks)] for b in room]
+    "All shapes. Steps that only generate are the many, and get rooms in quarters of a doubling; the others, doublings."
+    doublings = [1 << i for i in range(1, blocks.bit_length())]
+    quarters = {d + k * d // 4 for d in doublings if d >= 8 for k in range(4)}
+    rooms = lambda found: sorted({0, blocks, *(b for b in found if b < blocks)})
+    plain = [StepShape(rows, 0, 0, b) for b in rooms({*doublings, *quarters})]
+    plain += [StepShape(rows, *c, b) for c in sorted(chunks) for b in rooms(doublings)]
     return plain + [StepShape(rows, *c, blocks, True) for c in sorted(chunks) if echo]
 
 def smallest_shape(

@@ -1,8 +1,8 @@
-"""The Litestar app. `litestar --app serving.app:app run` and `lorajax serve` start it."""
+"""The Litestar app. `lorajax serve` and `litestar --app serving.app:app run` start it."""
 from __future__ import annotations
-import json, logging, re, secrets, sys, time
+import fcntl, itertools, json, logging, re, secrets, sys, time
 from collections.abc import Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from litestar import Litestar, Request, Response, get
 from litestar.datastructures import State
@@ -10,61 +10,70 @@ from litestar.middleware import ASGIMiddleware
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from lorajax import __version__
-from lorajax.base import load_base
-from lorajax.core import Refused, needs
+from lorajax.base import Base, load_base
+from lorajax.core import needs
 from lorajax.engine import Config, Engine
 from lorajax.lifecycle import Follower, ModelFolder
 from lorajax.registry import Registry
 from lorajax.router import Router
 from lorajax.shared_state import SharedMemory, SharedRouter
-from . import admin_routes, openai_routes
+from . import admin_routes as admin, openai_routes as openai
 from .errors import ApiError, StrictRequest, answer
 from .guards import Keys, Limits, read_keys
 from .semantic_cache import SemanticCache
 from .service import Service
 from .settings import Settings, from_environment
 from .signals import Signals
+from .watch import serving
 
 log = logging.getLogger('lorajax.serving')
 HERE = Path(__file__).parent
-OPEN = ('/', '/page.js', '/page.css', '/health', '/ready', '/metrics', '/schema') # need no key
-EXAMPLES = Path('examples/adapters')
+OPEN = ('/', '/page.js', '/page.css', '/health', '/ready', '/metrics') # need no key, nor does the schema
+QUIET = ('/health', '/ready', '/metrics') # asked every few seconds, and not logged
+EXAMPLES = Path('examples')
 
 class JsonLines(logging.Formatter):
-    "One JSON object a line. Prompts and answers are never among its fields."
+    "One JSON object a line. Prompts are among its fields only if the settings say so; answers never."
     PLAIN = frozenset(vars(logging.makeLogRecord({})))
     def format(self, record):
         facts = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())
-        facts |= {k: v for k,v in vars(record).items() if k not in self.PLAIN and isinstance(v, (str, int, float, bool, type(None)))}
+        facts |= {k: v for k,v in vars(record).items() if k not in self.PLAIN and isinstance(v, str | int | float | None)}
         if record.exc_info: facts['error'] = self.formatException(record.exc_info)
         return json.dumps(facts, ensure_ascii=False)
 
+def set_up_logs(level:str='info'):
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger('lorajax')
+    handler.setFormatter(JsonLines())
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+
 class Entrance(ASGIMiddleware):
-    "Gives every request an id and a key, and writes one line when it ends."
+    "Gives every request an id and a key, closes what it leaves open, and writes one line when it ends."
     async def handle(self, scope, receive, send, next_app):
         headers = {k.decode('latin-1'): v.decode('latin-1') for k,v in scope['headers']}
-        given, start, status = headers.get('x-request-id', ''), time.perf_counter(), 500
+        app, path, given, start = scope['litestar_app'], scope['path'], headers.get('x-request-id', ''), time.perf_counter()
         id = given if re.fullmatch(r'[\w.-]{1,64}', given, re.ASCII) else secrets.token_hex(12)
-        state, path = scope.setdefault('state', {}), scope['path']
-        state['id'] = id
+        state = scope.setdefault('state', {})
+        state |= dict(id=id, closing=[], status=500)
         async def send_with_id(message):
-            nonlocal status
             if message['type'] == 'http.response.start':
-                status = message['status']
+                state['status'] = message['status']
                 message['headers'] = [*message['headers'], (b'x-request-id', id.encode())]
             await send(message)
         try:
-            app = scope['litestar_app']
-            if path not in OPEN and not path.startswith('/schema'): state['key'] = app.state.api_keys.of(headers.get('authorization'))
+            if path not in OPEN and not path.startswith('/schema'):
+                state['key'] = app.state.api_keys.of(headers.get('authorization'))
             await next_app(scope, receive, send_with_id)
-        except ApiError as e: await answer(Request(scope), e).to_asgi_response(app, Request(scope))(scope, receive, send_with_id)
+        except ApiError as e: # of the key; others are answered further in
+            await answer(request := Request(scope), e).to_asgi_response(None, request)(scope, receive, send_with_id)
         finally:
-            if path not in ('/health', '/ready', '/metrics'):
-                log.info('%s %s', scope['method'], path, extra=dict(
-                    id=id, status=status, seconds=round(time.perf_counter() - start, 4), key=getattr(state.get('key'), 'name', None)))
+            for left in state['closing']: left.close()
+            facts = dict(id=id, status=state['status'], seconds=round(time.perf_counter() - start, 4),
+                         key=getattr(state.get('key'), 'name', None))
+            if path not in QUIET: log.info('%s %s', scope['method'], path, extra=facts)
 
-PAGE = {'content-security-policy': "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-                                   "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+PAGE = {'content-security-policy': "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+                                   "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         'x-content-type-options': 'nosniff', 'referrer-policy': 'no-referrer'}
 
 def page(path:str, file:str, kind:str):
@@ -72,17 +81,38 @@ def page(path:str, file:str, kind:str):
     def handler() -> Response[str]: return Response((HERE / file).read_text('utf-8'), media_type=kind, headers=PAGE)
     return handler
 
-def router_of(settings:Settings) -> SharedRouter|None:
-    "The router that answers `auto`."
-    folder = settings.router or (str(EXAMPLES.parent / 'router') if Path(settings.adapters) == EXAMPLES else '')
-    if not folder or not (settings.router or Path(folder).is_dir()): return None
-    shared = SharedMemory(settings.redis) if settings.redis else None
-    return SharedRouter(Router(ModelFolder(folder).current()), shared)
+HANDLERS = [
+    openai.chat_completions, openai.completions, openai.models, openai.model, openai.embeddings, admin.load_adapter,
+    admin.unload_adapter, admin.compose, admin.start_rollout, admin.promote, admin.roll_back, admin.drain, admin.feedback,
+    admin.adapters, admin.rollouts, admin.audit, admin.status, admin.health, admin.ready, admin.metrics,
+    page('/', 'page.html', 'text/html'), page('/page.js', 'page.js', 'text/javascript'), page('/page.css', 'page.css', 'text/css')]
 
-def engine_of(settings:Settings, progress:Callable) -> Engine:
-    base = load_base(settings.model, settings.dtype or None)
-    config = Config(rows=settings.rows, slots=settings.slots, max_rank=settings.max_rank, outside=settings.outside, max_len=settings.max_len,
-                    memory=settings.memory or None, folder=Path(settings.state) / 'images')
+def router_of(settings:Settings, stack:ExitStack) -> SharedRouter|None:
+    "The router that answers `auto`; its model is that of its folder, whoever retrains it."
+    folder = settings.router
+    if not folder and Path(settings.adapters) == EXAMPLES / 'adapters' and (EXAMPLES / 'router').is_dir():
+        folder = EXAMPLES / 'router'
+    if not folder: return None
+    follower = Follower(router := Router(), ModelFolder(folder))
+    stack.callback(follower.close)
+    shared = SharedMemory(settings.redis) if settings.redis else None
+    if shared: shared.announce(router.model.version)
+    return SharedRouter(router, shared, announced=follower.announced)
+
+def images_of(settings:Settings, base:Base, stack:ExitStack) -> Path:
+    "A directory for images that no other process uses: processes share the registry, and each has its own engine."
+    for i in itertools.count():
+        folder = Path(settings.state) / f'images-{base.fingerprint[:12]}-{base.dtype}-{i}'
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = stack.enter_context(open(folder / '.lock', 'w'))
+        try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError: continue
+        for unfinished in folder.glob('.*.*'): unfinished.unlink() # of a process that was killed
+        return folder
+
+def engine_of(settings:Settings, base:Base, folder:Path, progress:Callable) -> Engine:
+    config = Config(rows=settings.rows, slots=settings.slots, max_rank=settings.max_rank, outside=settings.outside,
+                    max_len=settings.max_len, memory=settings.memory or None, folder=folder)
     return Engine(base, config, progress)
 
 def create_app(settings:Settings|None=None, progress:Callable=lambda shapes: shapes) -> Litestar:
@@ -92,40 +122,28 @@ def create_app(settings:Settings|None=None, progress:Callable=lambda shapes: sha
 
     @asynccontextmanager
     async def lifespan(app:Litestar):
-        Path(settings.state).mkdir(parents=True, exist_ok=True)
-        engine, signals = engine_of(settings, progress), Signals()
-        registry = Registry(Path(settings.state) / 'registry.sqlite')
-        app.state.service = service = Service(settings, engine.base, engine, registry, router_of(settings), signals)
-        app.state.limits = Limits(settings.redis)
-        app.state.cache = SemanticCache(settings.cache, settings.cache_ttl) if settings.cache else None
-        try:
-            await service.start()
-            log.info('ready: %s with %d adapters', engine.base.name, len(service.current.names))
-            yield
-        finally:
-            await service.close()
+        with ExitStack() as stack:
+            base = load_base(settings.model, settings.dtype or None)
+            engine = stack.enter_context(engine_of(settings, base, images_of(settings, base, stack), progress))
+            registry = stack.enter_context(Registry(Path(settings.state) / 'registry.sqlite'))
+            service = Service(settings, base, engine, registry, router_of(settings, stack), Signals())
+            app.state.service, app.state.limits = service, Limits(settings.redis)
+            app.state.cache = SemanticCache(settings.cache, settings.cache_ttl) if settings.cache else None
+            async with serving(service):
+                log.info('ready: %s with %d adapters', base.name, len(service.fleet.current.names))
+                yield
             await app.state.limits.close()
 
-    handlers = [getattr(m, n) for m, names in (
-        (openai_routes, 'chat_completions completions models model embeddings'),
-        (admin_routes, 'load_adapter unload_adapter compose start_rollout promote roll_back drain feedback adapters rollouts audit status '
-                       'health ready metrics')) for n in names.split()]
-    handlers += [page('/', 'page.html', 'text/html'), page('/page.js', 'page.js', 'text/javascript'), page('/page.css', 'page.css', 'text/css')]
     plugins = []
     if settings.otel:
+        needs('opentelemetry.instrumentation.asgi', 'otel')
         otel = needs('litestar.plugins.opentelemetry', 'otel')
-        plugins.append(otel.OpenTelemetryPlugin(otel.OpenTelemetryConfig()))
-    return Litestar(
-        handlers, request_class=StrictRequest, lifespan=[lifespan], middleware=[Entrance()], exception_handlers={Exception: answer}, plugins=plugins,
-        request_max_body_size=settings.max_body, state=State(dict(api_keys=keys)), logging_config=None,
-        openapi_config=OpenAPIConfig('lorajax', __version__, description='Multi-LoRA serving with the API of OpenAI.',
-                                     render_plugins=[JsonRenderPlugin()]))
-
-def set_up_logs(level:str='info'):
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logging.getLogger('lorajax').handlers[:] = [handler]
-    logging.getLogger('lorajax').setLevel(level.upper())
+        plugins = [otel.OpenTelemetryPlugin(otel.OpenTelemetryConfig())]
+    schema = OpenAPIConfig('lorajax', __version__, description='Multi-LoRA serving with the API of OpenAI.',
+                           render_plugins=[JsonRenderPlugin()])
+    return Litestar(HANDLERS, request_class=StrictRequest, lifespan=[lifespan], middleware=[Entrance()], plugins=plugins,
+                    exception_handlers={Exception: answer}, request_max_body_size=settings.max_body, logging_config=None,
+                    state=State(dict(api_keys=keys)), openapi_config=schema)
 
 def __getattr__(name): # `app` is made when it is asked for, not when a test imports the module
     if name != 'app': raise AttributeError(name)

@@ -15,8 +15,10 @@ def opt(help:str, default=None, flag:str|None=None):
     return typer.Option(*([flag] if flag else []), help=said, show_default=False)
 
 def serve(
-    model:Annotated[str|None, opt('The base: a Hugging Face directory, a .gguf file, a directory from `lorajax convert`, or smollm2.', D.model)]=None,
-    adapters:Annotated[str|None, opt('A directory of adapter directories: all are loaded, and more may be loaded from it at run time.', D.adapters)]=None,
+    model:Annotated[str|None, opt(
+        'The base: a Hugging Face directory, a .gguf file, a directory from `lorajax convert`, or smollm2.', D.model)]=None,
+    adapters:Annotated[str|None, opt(
+        'A directory of adapter directories: all are loaded, and more may be loaded from it at run time.', D.adapters)]=None,
     host:Annotated[str, opt('Where to listen; 0.0.0.0 for every network.', '127.0.0.1')]='127.0.0.1',
     port:Annotated[int, opt('', 8000)]=8000,
     state:Annotated[str|None, opt('A directory for what survives restarts.', D.state)]=None,
@@ -30,7 +32,8 @@ def serve(
     memory:Annotated[int|None, opt('Bytes of device memory for keys, values and adapters.')]=None,
     queue:Annotated[int|None, opt('Sequences that may wait before requests are turned away.', D.queue)]=None,
     api_keys:Annotated[str|None, opt('A JSON file of API keys; see serving/README.md.')]=None,
-    strict:Annotated[bool|None, opt('An adapter that cannot be served is an error; otherwise the base answers and says so.', flag='--strict')]=None,
+    strict:Annotated[bool|None, opt(
+        'An adapter that cannot be served is an error; otherwise the base answers and says so.', flag='--strict')]=None,
     cache:Annotated[float|None, opt('Least similarity of prompts that get one answer, such as 0.97; 0 for none.', D.cache)]=None,
     log_level:Annotated[str, opt('Of the log on standard error.', 'info')]='info',
 ):
@@ -38,8 +41,8 @@ def serve(
 
     Every setting may also be given as an environment variable: LORAJAX_MODEL and so on; serving/README.md lists them all.
     """
-    given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots, max_rank=max_rank,
-                 max_len=max_len, memory=memory, queue=queue, api_keys=api_keys, strict=strict, cache=cache)
+    given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots,
+                 max_rank=max_rank, max_len=max_len, memory=memory, queue=queue, api_keys=api_keys, strict=strict, cache=cache)
     settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
     app.set_up_logs(log_level)

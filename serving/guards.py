@@ -29,6 +29,10 @@ def read_keys(path:str) -> list[Key]:
     try: keys = msgspec.json.decode(Path(path).read_bytes(), type=KeyFile).keys
     except (OSError, msgspec.MsgspecError) as e:
         raise Refused(f'{path} holds no API keys ({e}); write {{"keys": [{{"key": "...", "name": "..."}}]}}') from None
+    if not keys: raise Refused(f'{path} has no key; write one, or leave the setting out to serve everybody')
+    for k in keys:
+        if k.name in ('admin', ANYBODY.name) or '/' in k.name:
+            raise Refused(f'{path} has a key named {quoted(k.name)}, which means something else; choose another name')
     if any(len(k.key) < 16 for k in keys): raise Refused(f'{path} has a key of fewer than 16 characters; make it longer')
     for field in ('key', 'name'):
         if len({getattr(k, field) for k in keys}) < len(keys): raise Refused(f'{path} has two keys with one {field}')
@@ -58,7 +62,8 @@ def check_change(keys:Keys, key:Key, host:str|None, headers):
     origin = headers.get('origin')
     if origin and urlsplit(origin).netloc != headers.get('host'):
         raise ApiError(403, f'the page {quoted(origin)} may not change adapters')
-    direct = is_local(host) and not any(h in headers for h in ('forwarded', 'x-forwarded-for'))
+    called = urlsplit(f'//{headers.get("host", "")}').hostname # another name may be a page's trick to get here
+    direct = is_local(host) and (called == 'localhost' or is_local(called)) and not any(h in headers for h in ('forwarded', 'x-forwarded-for'))
     if key.admin or (not keys.has_admin and direct): return
     why = 'needs an admin key' if keys.has_admin else 'is taken from this machine alone, unless LORAJAX_ADMIN_KEY is set'
     raise ApiError(403, f'a change of adapters {why}')
@@ -66,7 +71,8 @@ def check_change(keys:Keys, key:Key, host:str|None, headers):
 class Limits:
     "Requests of each key in the current minute; in Redis, where there is one, so that all processes count together."
     def __init__(self, url:str=''):
-        self.redis = needs('redis.asyncio', 'serve').Redis.from_url(url, socket_timeout=.05, socket_connect_timeout=.05) if url else None
+        limit = dict(socket_timeout=.05, socket_connect_timeout=.05) # seconds
+        self.redis = needs('redis.asyncio', 'serve').Redis.from_url(url, **limit) if url else None
         self.here: OrderedDict[str, int] = OrderedDict()
 
     def _count_here(self, slot):

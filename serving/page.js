@@ -14,9 +14,8 @@ const short = version => version.slice(0, 12)
 const clock = seconds => new Date(seconds * 1000).toLocaleString()
 
 function element(tag, content, kind = '') {
-  const e = document.createElement(tag)
+  const e = Object.assign(document.createElement(tag), { className: kind })
   e.append(content)
-  e.className = kind
   return e
 }
 

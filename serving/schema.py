@@ -1,8 +1,7 @@
 """Bodies of OpenAI's API as msgspec types, and what a request means as `Sampling`. Unknown fields are refused by name."""
 from __future__ import annotations
 from typing import Annotated, Any, Literal
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType
 from lorajax.core import Refused, ResponseFormat, Sampling, quoted
 
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -10,6 +9,7 @@ MAX_PROMPTS = 64 # in one completions request
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    include_obfuscation: bool | None = None # pads the chunks of OpenAI's own service; without effect here
 
 class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     "What chat and completions have in common. Fields after `user` are extensions, named as vLLM names them."
@@ -42,6 +42,7 @@ class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 class ChatRequest(Asked):
     messages: Messages
@@ -140,7 +141,7 @@ def text_of(content) -> str:
 def messages_of(r:ChatRequest) -> list[dict]:
     "Chat messages as the template takes them."
     for m in r.messages:
-        if m.get('role') not in ROLES:
+        if not isinstance(m.get('role'), str) or m['role'] not in ROLES:
             raise Refused(f'a message has role {quoted(m.get("role"))}; it must be {", ".join(ROLES)}')
         if unknown := {k for k,v in m.items() if v is not None} - {'role', 'content', 'name'}:
             raise Refused(f'a message has the field {quoted(sorted(unknown)[0])}, which is not served here; leave it out')
@@ -150,7 +151,8 @@ def prompts_of(r:CompletionRequest) -> list:
     "The prompts of a completions request: texts or lists of token ids."
     p = r.prompt
     if isinstance(p, str) or p and all(type(x) is int for x in p): return [p]
-    if p and (all(isinstance(x, str) for x in p) or all(isinstance(x, list) for x in p)):
+    def ids(x): return isinstance(x, list) and x and all(type(t) is int for t in x)
+    if p and (all(isinstance(x, str) for x in p) or all(map(ids, p))):
         if len(p) <= MAX_PROMPTS: return p
         raise Refused(f'there are {len(p)} prompts; send at most {MAX_PROMPTS} in one request')
     raise Refused('prompt must be a string, a list of strings, a list of token ids, or a list of such lists, and not empty')

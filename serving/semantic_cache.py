@@ -5,7 +5,7 @@ from collections import OrderedDict
 from dataclasses import replace
 import msgspec, numpy as np
 from lorajax.encoders import StaticEncoder
-from .schema import Answer
+from .schema import Answer, Note
 
 class SemanticCache:
     "The latest answers by the embedding of their last message; everything else about the request must be equal."
@@ -14,8 +14,8 @@ class SemanticCache:
         self.kept: OrderedDict[tuple, list[tuple[float, np.ndarray, Answer]]] = OrderedDict() # what must be equal -> answers
 
     def _split(self, job, key): # what must be equal, and the text that need only be similar; None: not for caching
-        s, prompt = job.sampling, job.prompts[0]
-        if len(job.prompts) > 1 or s.temperature > 0 or s.logprobs is not None or s.echo: return None
+        s, prompt = job.sampling, job.asks[0].prompt
+        if len(job.asks) > 1 or s.temperature > 0 or s.logprobs is not None or s.echo: return None
         if isinstance(prompt, str): before, text = (), prompt
         elif job.style.chat and prompt[-1]['role'] == 'user':
             before, text = tuple((m['role'], m['content']) for m in prompt[:-1]), prompt[-1]['content']
@@ -34,11 +34,13 @@ class SemanticCache:
         if best is None or float(best[1] @ v) < self.threshold: return None
         self.kept.move_to_end(split[0])
         job.service.signals.cache_hits.labels(job.chosen.name).inc()
-        note = msgspec.structs.replace(best[2].lorajax, cached=True)
+        note = Note(job.chosen.version, job.chosen.layer, job.chosen.why, None, True)
         return msgspec.structs.replace(best[2], id=job.id, created=job.created, lorajax=note)
 
     async def keep(self, job, key, answer:Answer):
-        if not (split := self._split(job, key)) or answer.lorajax.version != job.chosen.version or (v := await self._vector(split[1])) is None: return
+        split = self._split(job, key)
+        if not split or answer.lorajax.fallback: return
+        if (v := await self._vector(split[1])) is None: return
         entries = self.kept.setdefault(split[0], [])
         entries[:] = [e for e in entries if e[0] > time.monotonic()][-99:] + [(time.monotonic() + self.ttl, v, answer)]
         self.kept.move_to_end(split[0])

@@ -1,6 +1,6 @@
 """What is measured, for Prometheus, for alerts, and for the page: the field's golden signals and what explains them."""
 from __future__ import annotations
-import json, logging, time, urllib.request
+import json, logging, urllib.request
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,18 +26,18 @@ class Signals:
         self.requests = make(Counter, 'requests', 'Requests that ended', 'model', 'status')
         self.seconds = make(Histogram, 'request_seconds', 'From arrival to the last token', 'model', buckets=ANSWER)
         self.first = make(Histogram, 'time_to_first_token_seconds', 'From arrival to the first token', 'model', buckets=ANSWER)
-        self.token = make(Histogram, 'time_per_output_token_seconds', 'Mean after the first token of a request', 'model', buckets=TOKEN)
+        self.token = make(Histogram, 'time_per_output_token_seconds', 'Mean after the first one', 'model', buckets=TOKEN)
         self.route = make(Histogram, 'route_seconds', 'The choice of an adapter', 'layer', buckets=FAST)
         self.swap = make(Histogram, 'swap_seconds', 'A copy of an adapter to the device', buckets=FAST)
         self.prompt_tokens = make(Counter, 'prompt_tokens', 'Tokens of prompts', 'model')
         self.generated_tokens = make(Counter, 'generated_tokens', 'Tokens generated', 'model')
         self.cached_tokens = make(Counter, 'cached_prompt_tokens', 'Tokens of prompts found in the prefix cache', 'model')
-        self.hit_rate = make(Gauge, 'prefix_hit_rate', "Share of prompt tokens found in the prefix cache; 'all' for the total", 'model')
+        self.hit_rate = make(Gauge, 'prefix_hit_rate', "Share of prompt tokens in the prefix cache; 'all' for the total", 'model')
         self.pages = make(Gauge, 'pages', 'Pages of the arena', 'tenant')
         self.adapters = make(Gauge, 'adapters', 'Adapters', 'state')
         self.sequences = make(Gauge, 'sequences', 'Sequences', 'state')
         self.longest_wait = make(Gauge, 'longest_wait_seconds', 'Of the requests that have no token yet')
-        self.fallbacks = make(Counter, 'fallbacks', 'Answers of the base in place of an adapter', 'model', 'reason')
+        self.fallbacks = make(Counter, 'fallbacks', 'Answers of the base in place of an adapter', 'model')
         self.recompilations = make(Counter, 'recompilations', 'XLA compilations after the server was ready')
         self.preemptions = make(Counter, 'preemptions', 'Sequences that lost their pages')
         self.swaps = make(Counter, 'swaps', 'Copies of adapters to the device')

@@ -35,7 +35,7 @@ def app_in_thread(**settings): # (URL, app)
     server = uvicorn.Server(uvicorn.Config(app, port=(port := free_port()), log_level='error', timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run)
     thread.start()
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not server.started: assert thread.is_alive() and time.monotonic() < end, 'the app did not start'; time.sleep(.05)
     try: yield f'http://127.0.0.1:{port}', app
     finally:

@@ -171,7 +171,7 @@ def test_alerts_are_raised_when_they_should_be(tmp_path):
         dict(series=f'lorajax_swap_seconds_bucket{{instance="a",le="{le}"}}', values=v)
         for le,v in {'0.01': fast, '0.02': slow, '+Inf': slow}.items()]
     series = [*buckets('0+60x14 840+30x16', '0+60x30'),
-              dict(series='lorajax_fallbacks_total{instance="a",model="sql",reason="load"}', values='_x9 1x21')]
+              dict(series='lorajax_fallbacks_total{instance="a",model="sql"}', values='_x9 1x21')]
     said = {r['alert']: r['annotations'] for r in RULES}
     summary = dict(SlowSwap='Swaps of adapters on a take 19.8ms at P99', Fallback='The base answers for sql on a')
     def at(minute, name, **labels): # labels where it should be raised
@@ -181,7 +181,7 @@ def test_alerts_are_raised_when_they_should_be(tmp_path):
         found = [dict(exp_labels=labels, exp_annotations=told)] if len(labels) > 2 else []
         return dict(eval_time=f'{minute}m', alertname=name, exp_alerts=found)
     cases = [at(14, 'SlowSwap'), at(28, 'SlowSwap', alertname='SlowSwap'), at(8, 'Fallback'), at(20, 'Fallback'),
-             at(11, 'Fallback', model='sql', reason='load')]
+             at(11, 'Fallback', model='sql')]
     test = dict(interval='1m', input_series=series, alert_rule_test=cases)
     (tmp_path / 'test.yaml').write_text(yaml.safe_dump(dict(rule_files=[str(DEPLOY / 'alerts.yaml')], tests=[test])))
     accepted('promtool', 'test', 'rules', tmp_path / 'test.yaml')

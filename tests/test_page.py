@@ -287,7 +287,7 @@ def test_the_page_works_on_the_real_server(browser, tmp_path):
     with served.app_in_thread(**files) as (url, app), opened(browser, url) as page:
         assert httpx.get(url).headers['content-security-policy'] == CSP
         expect(page.locator('#server')).to_contain_text('tiny, ready')
-        expect(row(page, 'adapters', 'sql')).to_contain_text(app.state.service.current.names['sql'][:12])
+        expect(row(page, 'adapters', 'sql')).to_contain_text(app.state.service.fleet.current.names['sql'][:12])
         assert {o.inner_text() for o in page.locator('#model option').all()} == {'tiny', 'bash', 'sql'}
         page.get_by_label('Most tokens').fill('20')
         ask(page, 'hello')

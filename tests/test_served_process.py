@@ -1,13 +1,11 @@
 """A server as an operator starts it, real clients, a real Redis, and a soak: processes that no notebook has."""
-import json, os, random, re, shutil, signal, sqlite3, threading, time
+import json, os, random, re, shutil, signal, threading, time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import httpx, openai, pytest
 from lorajax.base import load_base
 from lorajax.core import Sampling
 from lorajax.generate import generate
-from lorajax.peft import save_adapter
 from redis_server import RedisServer
 import served
 
@@ -87,7 +85,7 @@ def test_openai_litellm_and_langchain_talk_to_a_real_server(tmp_path_factory):
 
 def test_soak(files, said, tmp_path_factory, request):
     "Streams over 24 adapters while adapters come, move and go, clients leave, Redis and the server are killed."
-    folder, rng, long = tmp_path_factory.mktemp('soaked'), random.Random(0), request.config.getoption('--slow')
+    folder, long = tmp_path_factory.mktemp('soaked'), request.config.getoption('--slow')
     clients, seconds = (200, 300) if long else (200, 16)
     root = Path(files['adapters'])
     (root / 'corrupt').mkdir(exist_ok=True)
@@ -162,7 +160,6 @@ def test_soak(files, said, tmp_path_factory, request):
 def test_the_schema_and_the_server_agree(files, tmp_path_factory):
     "schemathesis against the app's own OpenAPI: no 5xx, no status that isn't documented."
     import schemathesis
-    from schemathesis.checks import not_a_server_error
     from hypothesis import HealthCheck, Phase, given, settings
     folder, counts = tmp_path_factory.mktemp('schema'), Counter()
     with served.ServerProcess(folder / 'log', **files | dict(state=folder / 'state')) as server:
