@@ -119,7 +119,7 @@ class Residents:
         return self.recipes.get(version, ((version, 1.),))
 
     def size(self, version:str) -> int:
-        "Pages that it takes, with all its parts; `Refused` if the store doesn't know it."
+        "Pages that it takes, with all its parts; `Refused` if the store doesn't know it. Any thread may ask."
         return _size(self, version)
 
     def swap_seconds(self) -> list[float]: # seconds each
@@ -132,6 +132,8 @@ class Residents:
         "Takes note that versions are no longer on the device. Whoever else takes pages from the pool reports evictions here."
         for books in (self.tables, self.known):
             for key in keys: books.pop(key, None)
+
+    def close(self): self.watch.shutdown() # after the copy that it is timing
 
 # %% ../nbs/07_arena.ipynb #fbe7210b
 def _use(residents, version):
@@ -147,10 +149,11 @@ def _use(residents, version):
 
 def _size(residents, version):
     "See `Residents.size`."
-    parts, stored = [part for part,_ in residents.recipe(version)], residents.store.folder.known
-    if unknown := [part for part in parts if part not in residents.pages and part not in stored]:
-        raise Refused(f'the store has no version {unknown[0][:16]}; add its adapter first')
-    return sum((residents.known.get(part) or stored[part]).n_pages for part in parts)
+    def pages(part): # one look into each book: the engine's thread may take the part out of either meanwhile
+        known = residents.known.get(part) or residents.store.folder.known.get(part)
+        if known is None: raise Refused(f'the store has no version {part[:16]}; add its adapter first')
+        return known.n_pages
+    return sum(pages(part) for part,_ in residents.recipe(version))
 
 # %% ../nbs/07_arena.ipynb #c474ac4e
 def _swap_in(residents:Residents, version:str, stored:Stored):

@@ -22,7 +22,7 @@ from .kv import KV, Hits
 from .ops import check_backend
 from .plan import Limits, Plan, Request, Sequence as Running
 from .scheduler import Scheduler, check_possible
-from .step import Draw, Runner, StepRow, page_layout, rank_blocks, step_shapes
+from .step import Draw, Runner, StepRow, blocks_of, page_layout, rank_blocks, step_shapes
 from .stops import Answer
 from .store import ImageFolder, Store
 
@@ -36,8 +36,8 @@ class Config:
     "How large an engine is."
     rows: int = 8 # sequences that generate at the same time
     slots: int = 8 # different adapters among them
-    max_rank: int = 64 # of an adapter, or of a composition's parts together
-    outside: int = 0 # rank of adapters on the embedding or the head, taken together; 0 serves none of those
+    max_rank: int = 64 # of an adapter, or of a composition's parts together; rounded up to whole blocks of 8
+    outside: int = 0 # the same for the embedding, and for the head, as each of `slots` may have it; 0 serves none of those
     chunks: tuple[tuple[int, int], ...] = ((1, 64), (1, 256)) # [P, S]: prompts, and tokens of each, that a step may read
     max_len: int = 2048 # positions of a sequence, at most the base's
     block: int = 16 # positions in a page; rounded up to what whole tiles take
@@ -59,7 +59,7 @@ def default_memory() -> int: # bytes
 class Scored:
     "A token and what the model thought of it."
     token: int
-    logprob: float|None = None # None where it wasn't asked for, and for the first token of a prompt
+    logprob: float|None = None # None where it wasn't asked for, and for a prompt's first token that nothing comes before
     top: tuple[tuple[int, float], ...] = () # (id, log-probability) of the likeliest, best first
 
 @dataclass(frozen=True)
@@ -77,26 +77,33 @@ class Stream:
     def __init__(self, id:str, n:int, prompt:tuple[int, ...], version:str|None, cancel:Callable):
         self.id, self.n, self.prompt, self.version, self.cancel = id, n, prompt, version, cancel
         self.cached = 0 # tokens of the prompt that were found in the prefix cache; known with the first event
-        self._lock, self._kept, self._deliver = threading.Lock(), [], None
+        self._lock, self._kept, self._deliver, self._left = threading.Lock(), [], None, n
 
-    def listen(self, deliver:Callable[[Event], None]):
-        "Calls `deliver` with each event, past and coming, from whichever thread has it."
+    def listen(self,
+        deliver:Callable[[Event], None], # must not wait for the engine
+    ) -> int: # answers whose end it will hear of; those that ended before, another has heard of
+        "Calls `deliver` with each event, kept and coming, from whichever thread has it."
         with self._lock:
+            left = self._left
             for e in self._kept: deliver(e)
+            self._left -= sum(e.finish is not None for e in self._kept)
             self._kept, self._deliver = [], deliver
+            return left
 
     def _put(self, event):
         with self._lock:
-            if self._deliver: self._deliver(event)
-            else: self._kept.append(event)
+            if not self._deliver: return self._kept.append(event)
+            self._left -= event.finish is not None
+            try: self._deliver(event)
+            except Exception:
+                self._deliver = lambda e: None
+                self.cancel()
 
     def __iter__(self) -> Iterator[Event]:
         events = queue.SimpleQueue()
-        self.listen(events.put)
-        return self._until_all_end(events.get)
+        return self._until_all_end(events.get, self.listen(events.put))
 
-    def _until_all_end(self, get):
-        left = self.n
+    def _until_all_end(self, get, left):
         try:
             while left:
                 event = get()
@@ -106,8 +113,8 @@ class Stream:
             if left: self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        events, loop, left = asyncio.Queue(), asyncio.get_running_loop(), self.n
-        self.listen(lambda e: loop.call_soon_threadsafe(events.put_nowait, e))
+        events, loop = asyncio.Queue(), asyncio.get_running_loop()
+        left = self.listen(lambda e: loop.call_soon_threadsafe(events.put_nowait, e))
         try:
             while left:
                 event = await events.get()
@@ -133,9 +140,9 @@ def _scored(sampling, sampled, i) -> Scored:
     top = zip(sampled.top_ids[i, :sampling.logprobs].tolist(), sampled.top_logprobs[i, :sampling.logprobs].tolist())
     return Scored(token, float(sampled.logprob[i]), tuple(top))
 
-def _draw(live:_Live, s:Running) -> Draw:
+def _draw(live:_Live, s:Running, words:int) -> Draw: # words: of a mask; a tokenizer may know ids that the base has no row for
     output = s.tokens[len(s.request.tokens):]
-    return Draw(live.sampling, s.generated, s.request.prompt, output, live.constraint and live.constraint.mask())
+    return Draw(live.sampling, s.generated, s.request.prompt, output, live.constraint and live.constraint.mask()[:words])
 
 # %% ../nbs/15_engine.ipynb #a5c00004
 @dataclass(frozen=True)
@@ -152,11 +159,14 @@ class Names:
     def keep(self, version:str|None):
         with self._lock: self.kept[version] += 1
 
-    def release(self, version:str|None) -> bool: # whether nothing keeps it now
+    def release(self,
+        version:str|None,
+        last:Callable=lambda: None, # called when nothing keeps it now, before anybody can keep it again
+    ):
         with self._lock:
             self.kept[version] -= 1
             assert self.kept[version] >= 0, f'{version} was released more often than kept'
-            return not self.kept[version]
+            if not self.kept[version]: last()
 
     def resolve(self, name:str|None) -> Named|None: # its version is kept until `release`; None is the base
         "What a request's word means."
@@ -215,18 +225,26 @@ def _go_round(engine:Engine): # on the engine's thread
     except BaseException as e:
         engine.failed = f'{type(e).__name__}: {e}'
         raise
-    finally:
-        with engine._lock: engine._closing = True
-        while not engine._inbox.empty(): engine._inbox.get()() # nothing comes after these
-        for s in list(engine._live):
-            engine.scheduler.cancel(s, 'error' if engine.failed else 'cancelled', engine.failed or '')
+    finally: _end_all(engine)
+
+def _end_all(engine:Engine):
+    "The last round. Whatever state the books are in, nobody waits for ever."
+    with engine._lock: engine._closing = True
+    while not engine._inbox.empty(): # nothing comes after these
+        with suppress(Exception): engine._inbox.get()()
+    why, error = ('error', engine.failed) if engine.failed else ('cancelled', '')
+    for s, live in list(engine._live.items()):
+        with suppress(Exception):
+            engine.scheduler.cancel(s, why, error)
             _end(engine, s)
+        if engine._live.pop(s, None): live.stream._put(Event(s.index, finish=why, error=error))
 
 # %% ../nbs/15_engine.ipynb #2bf21c31
 def _step_row(engine:Engine, row) -> StepRow: # row: of a plan
     s, live = row.sequence, engine._live[row.sequence]
     follow = s.request.tokens[row.start + 1:row.start + len(row.tokens) + 1] if live.follow else None
-    return StepRow(row.tokens, row.start, row.pages, row.version, _draw(live, s) if row.samples else Draw(), follow)
+    draw = _draw(live, s, engine.runner.room.mask) if row.samples else Draw()
+    return StepRow(row.tokens, row.start, row.pages, row.version, draw, follow)
 
 def _take_token(live:_Live, token:int) -> tuple[str, str|None, str]: # text; why it ended, if it did; what went wrong
     if token < 0: return *live.answer.push(token), 'the model gave no finite number to choose a token by'
@@ -263,8 +281,9 @@ def _tell(engine:Engine, s:Running, text:str, scored:Scored|None, finish:str|Non
     "Sends the news of a sequence; with its end, forgets it."
     live = engine._live[s]
     first, prompt = (Scored(s.request.tokens[0]),), tuple(live.prompt[:len(s.request.tokens) - 1])
-    live.stream.cached = s.cached
-    told = first + prompt if live.follow and (s.generated <= 1 or finish) and not live.told else ()
+    if s.index == 0: live.stream.cached = s.cached # the others find its prompt there
+    scores = (first + prompt)[s.request.routing_token:] # a routing token is no token of the caller's
+    told = scores if live.follow and (s.generated <= 1 or finish) and not live.told else ()
     live.told = live.told or bool(told)
     if finish: del engine._live[s]
     live.stream._put(Event(s.index, text, scored, finish, error, told))
@@ -276,12 +295,15 @@ def _end(engine:Engine, s:Running):
 
 def _let_go(engine:Engine, version:str|None):
     "Ends one reason to keep a version; with the last, it leaves the device, the cache and the store."
-    if not engine.names.release(version) or version is None: return
-    parts = [part for part,_ in engine.residents.recipes.pop(version, ())]
-    engine.residents.drop(version)
-    engine.kv.forget(version)
-    if not parts:
-        with suppress(Refused): engine.store.remove(version) # whose file was lost, it has forgotten already
+    if version is None: return engine.names.release(None)
+    parts = []
+    def leave():
+        parts.extend(part for part,_ in engine.residents.recipes.pop(version, ()))
+        engine.residents.drop(version)
+        engine.kv.forget(version)
+        if not parts:
+            with suppress(Refused): engine.store.remove(version) # its file may be lost, or may not be ours to delete
+    engine.names.release(version, leave)
     for part in parts: _let_go(engine, part)
 
 # %% ../nbs/15_engine.ipynb #955c5d45
@@ -305,13 +327,13 @@ class Engine:
         most = config.rows + max(p * s for p,s in config.chunks)
         limits = Limits(config.rows, config.chunks, most, config.slots, max_len, config.overtakes)
         self.scheduler = Scheduler(self.kv, self.residents, limits)
-        blocks, outside = (-(-rank // RANK_BLOCK) for rank in (config.slots * config.max_rank, config.outside))
+        blocks = config.slots * blocks_of(config.max_rank) # each adapter begins a block of its own
         shapes = step_shapes(config.rows, config.chunks, blocks, config.prompt_logprobs)
-        self.runner = Runner(base, self.residents, shapes, config.slots, config.max_rank, max_len, outside,
+        self.runner = Runner(base, self.residents, shapes, config.slots, config.max_rank, max_len, config.outside,
                              config.backend, config.paged, progress)
         self.prompt_tokens = self.generated_tokens = self.preemptions = 0
         self._live, self._inbox, self._ids = {}, queue.SimpleQueue(), itertools.count(1)
-        self._lock, self._closing = threading.Lock(), False
+        self._lock, self._closing, self._closed = threading.Lock(), False, False
         self._thread = threading.Thread(target=_go_round, args=(self,), name='lorajax-engine', daemon=True)
         self._thread.start()
 
@@ -358,6 +380,7 @@ class Engine:
 
     def call(self, what:Callable):
         "What a function returns that is called on the engine's thread, between two steps."
+        _check_elsewhere(self)
         future = Future()
         def run():
             try: future.set_result(what())
@@ -372,13 +395,15 @@ class Engine:
         while self.call(lambda: bool(self._live)): time.sleep(.01)
 
     def close(self):
-        "Cancels what runs and gives everything back."
+        "Cancels what runs and gives everything back; after a failure too."
+        _check_elsewhere(self)
         with self._lock:
-            if self._closing: return
-            self._closing = True
+            if self._closed: return
+            self._closing = self._closed = True
             self._inbox.put(lambda: None)
         self._thread.join()
         self.store.close()
+        self.residents.close()
         if self._temporary: self._temporary.cleanup()
 
     def __enter__(self): return self
@@ -389,6 +414,10 @@ def _check_open(engine):
     if engine.failed: raise Refused(f'the engine has failed ({engine.failed}); make a new one')
     if engine._closing: raise Refused('the engine is closed; make a new one')
 
+def _check_elsewhere(engine): # for what waits for the engine's thread
+    if threading.current_thread() is engine._thread:
+        raise Refused('this was called by a listener, on the thread that it would wait for; call it on another')
+
 def _post(engine, todo:Callable): # into the inbox, unless nobody will look into it any more
     with engine._lock:
         _check_open(engine)
@@ -396,6 +425,12 @@ def _post(engine, todo:Callable): # into the inbox, unless nobody will look into
 
 def prompt_ids(base:Base, prompt) -> tuple[tuple[int, ...], bool]: # ids; whether the answer begins a text
     "A prompt's tokens: of a text, of chat messages, or as they are."
+    ids, begins = _ids(base, prompt)
+    if wrong := [t for t in ids if not 0 <= t < base.config.vocab_size]: # a tokenizer may know more than the embedding
+        raise Refused(f'the prompt has token id {wrong[0]}; the vocabulary has {base.config.vocab_size}')
+    return ids, begins
+
+def _ids(base, prompt):
     if isinstance(prompt, str): return tuple(base.tokenizer.encode(prompt)), False
     if not isinstance(prompt, (list, tuple, np.ndarray)):
         raise Refused(f'the prompt is of type {type(prompt).__name__}; give a string, token ids or chat messages')
@@ -403,12 +438,12 @@ def prompt_ids(base:Base, prompt) -> tuple[tuple[int, ...], bool]: # ids; whethe
     for t in prompt:
         if isinstance(t, bool) or not isinstance(t, (int, np.integer)):
             raise Refused(f'the prompt holds {quoted(t)}; a list must be token ids or chat messages, all of one kind')
-        if not 0 <= t < base.config.vocab_size:
-            raise Refused(f'the prompt has token id {t}; the vocabulary has {base.config.vocab_size}')
     return tuple(map(int, prompt)), False
 
 def _submit(engine, prompt, use, sampling, priority, timeout, id):
     _check_open(engine)
+    if not isinstance(timeout, (int, float)) or math.isnan(timeout):
+        raise Refused(f'timeout={quoted(timeout)}; give seconds, or leave it out')
     ids, begins = prompt_ids(engine.base, prompt)
     check_token_ids(sampling, engine.base.config.vocab_size)
     scores = sampling.echo and sampling.logprobs is not None
@@ -453,15 +488,14 @@ def _try_cancel(engine, running): # an engine that is closing cancels everything
     with engine._lock:
         if not engine._closing: engine._inbox.put(cancel)
 
-def _check_fits(engine, name, pieces):
-    rank, outside = (n * RANK_BLOCK for n in rank_blocks([pieces]))
-    config, up = engine.config, lambda n: -(-n // RANK_BLOCK) * RANK_BLOCK
-    if rank > up(config.max_rank):
-        raise Refused(f'adapter {name!r} has rank {max(r for _,r in pieces.ranks)}, and the engine serves up to '
-                      f'{config.max_rank}; make one with a larger max_rank')
-    if outside > up(config.outside):
-        raise Refused(f'adapter {name!r} adapts the embedding or the head with rank {outside}, and the engine has room '
-                      f'for {config.outside} there; make one with a larger outside')
+def _check_fits(engine, what, parts): # parts: pieces of all that acts as one version
+    (rank, outside), runner = (n * RANK_BLOCK for n in rank_blocks(parts)), engine.runner
+    if rank > runner.most:
+        own = max(r for _,r in parts[0].ranks) if len(parts) == 1 else f'{rank} in all'
+        raise Refused(f'{what} has rank {own}, and the engine serves up to {runner.most}; make one with a larger max_rank')
+    if outside > runner.outside:
+        raise Refused(f'{what} adapts the embedding or the head with rank {outside}, and the engine has room for '
+                      f'{runner.outside} there; make one with a larger outside')
 
 def _point(engine, name, named): # its version is kept for the name already
     def point():
@@ -471,10 +505,12 @@ def _point(engine, name, named): # its version is kept for the name already
 
 def _load(engine, adapter, name, dtype):
     _check_open(engine)
+    _check_elsewhere(engine)
     if not isinstance(adapter, Adapter): adapter = engine.base.load_adapter(adapter, name)
     name = check_name(name or adapter.name)
     engine.base.check(adapter)
-    _check_fits(engine, adapter.name, pieces_of({p: m.rank for p,m in adapter.modules.items()}, engine.base.config))
+    pieces = pieces_of({p: m.rank for p,m in adapter.modules.items()}, engine.base.config)
+    _check_fits(engine, f'adapter {adapter.name!r}', [pieces])
     version = engine.base.version(adapter, dtype)
     engine.names.keep(version)
     try: engine.store.add(version, adapter, dtype)
@@ -486,10 +522,11 @@ def _load(engine, adapter, name, dtype):
 
 def _adopt(engine, version, name):
     _check_open(engine)
+    _check_elsewhere(engine)
     engine.names.keep(version)
     known = engine.store.folder.known.get(version)
     try:
-        if known: _check_fits(engine, name, known.pieces)
+        if known: _check_image(engine, name, known)
     except Refused:
         engine.names.release(version) # its image stays, for an engine with more room
         raise
@@ -497,20 +534,24 @@ def _adopt(engine, version, name):
     else: engine.names.release(version)
     return known is not None
 
+def _check_image(engine, name, known): # known: what the store says of a version
+    _check_fits(engine, f'adapter {name!r}', [known.pieces])
+    if (size := known.n_pages * engine.store.folder.layout.nbytes) > engine.store.budget:
+        raise Refused(f'adapter {name!r} takes {size} bytes and the store has {engine.store.budget}; '
+                      'make an engine with a larger store_memory')
+
 def _compose(engine, name, weights): # on the engine's thread
-    config, parts, version = engine.config, {}, None
+    parts, total, version = {}, Counter(), None
     try:
         for n in weights: parts[n] = engine.names.resolve(n)
         if None in parts: raise Refused(f'composition {name!r}: the base is no adapter; leave it out')
         calls = {p.invocation for p in parts.values()}
         if len(calls) > 1 or any(p.routing_token for p in parts.values()):
             raise Refused(f'composition {name!r}: its parts must begin to act at the same token and have no routing token')
-        version = compose(engine.residents, {p.version: weights[n] for n,p in parts.items()})
+        for n,p in parts.items(): total[p.version] += weights[n] # two names may mean one version
+        version = compose(engine.residents, total)
         own = [part for part,_ in engine.residents.recipe(version)]
-        rank, _ = (n * RANK_BLOCK for n in rank_blocks(engine.store.folder.known[part].pieces for part in own))
-        if rank > config.max_rank:
-            raise Refused(f'composition {name!r} has rank {rank} in all, and the engine serves up to {config.max_rank}; '
-                          'make one with a larger max_rank')
+        _check_fits(engine, f'composition {name!r}', [engine.store.folder.known[part].pieces for part in own])
         if not engine.names.kept[version]:
             for part in own: engine.names.keep(part)
         engine.names.keep(version)

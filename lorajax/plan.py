@@ -43,6 +43,10 @@ def _check_request(r:Request):
     if not r.tokens: raise Refused(f'request {quoted(r.id)} has an empty prompt; give it at least one token')
     if r.max_new_tokens < 0: raise Refused(f'request {quoted(r.id)}: max_new_tokens={r.max_new_tokens}; give 0 or more')
     if r.n < 1: raise Refused(f'request {quoted(r.id)}: n={r.n}; give 1 or more')
+    if type(r.priority) is not int:
+        raise Refused(f'request {quoted(r.id)}: priority={quoted(r.priority)}; give a whole number, lower goes first')
+    if not isinstance(r.deadline, (int, float)) or math.isnan(r.deadline):
+        raise Refused(f'request {quoted(r.id)}: deadline={quoted(r.deadline)}; give seconds, or leave it out')
     if r.version is None and (r.routing_token or r.invocation):
         raise Refused(f'request {quoted(r.id)} has a routing token or an invocation and no adapter; name the adapter')
     if r.routing_token and r.invocation:

@@ -23,7 +23,7 @@ from .sampler import Room, Sampled, SamplingRows, packed, penalises, sample, sam
 
 # %% auto #0
 __all__ = ['Draw', 'StepRow', 'page_layout', 'StepShape', 'step_shapes', 'smallest_shape', 'packed_segment', 'packed_rules',
-           'step', 'copy_page', 'rank_blocks', 'Running', 'Runner']
+           'step', 'copy_page', 'blocks_of', 'rank_blocks', 'Running', 'Runner']
 
 # %% ../nbs/11_step.ipynb #232c847d
 @dataclass(frozen=True)
@@ -160,12 +160,16 @@ def copy_page(
     return jax.lax.dynamic_update_slice_in_dim(words, page, target, axis=0)
 
 # %% ../nbs/11_step.ipynb #2d4bd143
+def blocks_of(rank:int) -> int: # rank: rows of one adapter in one module
+    "The rank blocks that they fill."
+    return -(-rank // RANK_BLOCK)
+
 @lru_cache(maxsize=4096)
 def _module_blocks(pieces:Pieces) -> dict[str, int]: # module name -> rank blocks, the most in any layer
     blocks = Counter()
     for path, rank in pieces.ranks:
         name = path.rpartition('.')[2] if path not in (EMBEDDING, HEAD) else path
-        blocks[name] = max(blocks[name], -(-rank // RANK_BLOCK))
+        blocks[name] = max(blocks[name], blocks_of(rank))
     return blocks
 
 def rank_blocks(
@@ -182,6 +186,7 @@ class Running:
     slots: Mapping[str|None, int] # version -> slot; None has 0
     groups: dict # see `RowBuffers.fetch`; {} for a step without adapters
     routing: Array # [slots+1, D] routing tokens; zeros for a version without
+    tables: Mapping[str, tuple[int, ...]] # their parts -> the pages that each had
 
 # %% ../nbs/11_step.ipynb #7d7ba293
 class Runner:
@@ -191,22 +196,23 @@ class Runner:
         residents:Residents, # the base's adapters, and the arena
         shapes:Sequence[StepShape], # from `step_shapes`
         slots:int, # different adapters in a step
-        max_rank:int, # of an adapter in a module, all its parts together
+        max_rank:int, # of an adapter in a module, all its parts together; rounded up to whole blocks
         max_len:int, # positions of a row
-        outside:int=0, # rank blocks for the embedding, and for the head; 0 for a runner that serves neither
+        outside:int=0, # the same for the embedding, and for the head; 0 for a runner that serves neither
         backend:str|None=None, # for `ops`
         paged:bool|None=None, # whether products read the rank rows in the arena's pages; None: on a GPU they do
         progress:Callable=lambda shapes: shapes, # wraps the iteration over shapes, for a progress bar
     ):
         self.base, self.residents, self.shapes, self.layout = base, residents, shapes, residents.arena.layout
-        self.slots, self.max_rank, self.outside, self.backend = slots, max_rank, outside, asked_for(backend)
+        self.slots, self.backend = slots, asked_for(backend)
+        self.most, self.outside = blocks_of(max_rank) * RANK_BLOCK, blocks_of(outside) * RANK_BLOCK # rank rows of a version
         self.paged = jax.default_backend() == 'gpu' if paged is None else paged
         self.width, self.room = -(-max_len // self.layout.block), Room(MAX_BIASES, max_len, -(-base.config.vocab_size // 32))
         self.graph, self.weights = nnx.split(base.decoder)
-        nobody = Running({None: 0}, {}, jnp.zeros((slots + 1, base.config.width), base.dtype))
+        nobody = Running({None: 0}, {}, jnp.zeros((slots + 1, base.config.width), base.dtype), {})
         self.buffers, self.running = {}, {0: nobody} # by the rank blocks of a shape
         for blocks in sorted({s.blocks for s in shapes} - {0}):
-            self.buffers[blocks] = RowBuffers(self._copied(plan_rows(residents, [], blocks, slots, outside)), self.layout)
+            self.buffers[blocks] = RowBuffers(self._copied(self._plan([], blocks)), self.layout)
             self._fetch([], blocks)
         self.programs = _compiled(self, progress)
 
@@ -232,24 +238,32 @@ class Runner:
 
     def _serving(self, versions, blocks): # -> Running
         "The rank rows of these versions, and perhaps of others."
-        now = self.running[blocks]
-        if now.slots.keys() >= versions: return now
+        now, tables = self.running[blocks], self._tables(versions)
+        moved = self.paged and not tables.items() <= now.tables.items()
+        if now.slots.keys() >= versions and not moved: return now
         stay = [v for v in now.slots if v in versions]
         return self._fetch(stay + sorted(versions.difference(stay)), blocks)
+
+    def _tables(self, versions):
+        return {part: self.residents.tables[part] for v in versions for part,_ in self.residents.recipe(v)}
+
+    def _plan(self, versions, blocks):
+        return plan_rows(self.residents, versions, blocks, self.slots, self.slots * blocks_of(self.outside))
 
     def _copied(self, plan): return {g: p for g,p in plan.items() if not self.paged or g in OUTSIDE}
 
     def _fetch(self, versions, blocks):
-        plan = plan_rows(self.residents, versions, blocks, self.slots, self.outside)
+        plan = self._plan(versions, blocks)
         groups = self.buffers[blocks].fetch(self.residents.arena.words, self._copied(plan))
-        groups = {g: replace(x, rows=tuple(r[:, :self.max_rank] for r in x.rows)) for g,x in groups.items()}
+        cut = lambda g, x: tuple(r[:, :self.outside if g in OUTSIDE else self.most] for r in x.rows)
+        groups = {g: replace(x, rows=cut(g, x)) for g,x in groups.items()}
         if self.paged: groups |= paged_groups(plan, self.layout)
         routing = np.zeros(self.running[0].routing.shape, self.base.dtype)
         for slot, version in enumerate(versions, 1):
             known = self.residents.known.get(version)
             if known and known.routing is not None: routing[slot] = known.routing
         slots = {None: 0} | {v: i for i,v in enumerate(versions, 1)}
-        self.running[blocks] = Running(slots, groups, jnp.asarray(routing))
+        self.running[blocks] = Running(slots, groups, jnp.asarray(routing), self._tables(versions))
         return self.running[blocks]
 
 # %% ../nbs/11_step.ipynb #c62f8d11

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json, os, secrets
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -16,7 +17,7 @@ from jax import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from .adapters import Adapter
-from .core import Refused
+from .core import Refused, quoted
 from .images import Image, PageLayout, Pieces, image_of, numbers_per_word, pieces_of
 
 # %% auto #0
@@ -83,7 +84,12 @@ class ImageFolder:
 
     def nbytes(self, version:str) -> int: return self.known[version].n_pages * self.layout.nbytes
 
-    def add(self, version:str, image:Image):
+    def add(self,
+        version:str, # that the file is called after
+        image:Image,
+        lock=nullcontext(), # held while the file gets its name
+    ):
+        "Keep an image as a file."
         facts = dict(ranks=dict(image.pieces.ranks), per_word=image.pieces.per_word, invocation=image.invocation,
                      layout=_facts(self.layout))
         unfinished = self.path / f'.{version}.{secrets.token_hex(4)}'
@@ -91,11 +97,12 @@ class ImageFolder:
             tensors = dict(pages=image.pages, scale=image.scale)
             if image.routing is not None: tensors['routing'] = image.routing
             save_file(tensors, unfinished, {k: json.dumps(v) for k,v in facts.items()})
-            unfinished.rename(self.file(version))
+            with lock:
+                unfinished.rename(self.file(version))
+                self.known[version] = _known(image)
         except (SafetensorError, OSError) as e:
             unfinished.unlink(missing_ok=True)
             raise Refused(f'{self.file(version)} cannot be written ({e}); make room or choose another folder') from None
-        self.known[version] = _known(image)
 
     def read(self, version:str) -> np.ndarray: # [n, words]
         try:
@@ -105,7 +112,8 @@ class ImageFolder:
 
     def remove(self, version:str):
         del self.known[version]
-        self.file(version).unlink(missing_ok=True)
+        try: self.file(version).unlink(missing_ok=True)
+        except OSError as e: raise Refused(f'{self.file(version)} cannot be deleted ({e}); delete it by hand') from None
 
 # %% ../nbs/06_store.ipynb #b4a1fab0
 def default_budget() -> int: # bytes
@@ -129,10 +137,10 @@ def _add(store, version, adapter, dtype):
         raise Refused(f'adapter {adapter.name!r} takes {image.nbytes} bytes and the store has {store.budget}; '
                       'give it a larger budget')
     stored = Stored(_known(image), pinned(image.pages))
+    with store.lock: store.reading.pop(version, None) # the failure of an earlier read
+    store.folder.add(version, image, store.lock)
     with store.lock:
-        if version not in store.folder.known: store.folder.add(version, image)
-        store.reading.pop(version, None) # the failure of an earlier read
-        _keep(store, version, stored)
+        if version in store.folder.known: _keep(store, version, stored)
 
 def _ahead(store, version):
     "See `Store.ahead`."
@@ -154,20 +162,26 @@ def _present(stored): # as a future
 # %% ../nbs/06_store.ipynb #635caa76
 def _read(store:Store, version:str, known:Known) -> Stored:
     "On the loader thread."
-    try: stored = Stored(known, pinned(store.folder.read(version)))
-    except BaseException:
+    try: stored = Stored(known, pinned(_pages(store.folder, version, known)))
+    except BaseException as e:
         with store.lock:
             if version not in store.versions: store.folder.known.pop(version, None)
-        raise
+        if isinstance(e, Refused): raise
+        raise Refused(f'version {version[:16]} cannot be brought into memory ({quoted(e)}); load the adapter again') from None
     with store.lock:
         store.reading.pop(version, None)
         if version in store.folder.known: _keep(store, version, stored)
     return stored
 
+def _pages(folder, version, known): # [n, words]
+    pages, wanted = folder.read(version), (known.n_pages, folder.layout.words)
+    if (pages.shape, pages.dtype) == (wanted, folder.layout.word): return pages
+    raise Refused(f'{folder.file(version)} is no longer the image that it was; load the adapter again')
+
 def _keep(store, version, stored): # with the lock held
     store.versions[version] = stored
     store.versions.move_to_end(version)
-    while store.nbytes > store.budget: store.versions.popitem(last=False)
+    while store.nbytes > store.budget and len(store.versions) > 1: store.versions.popitem(last=False)
 
 # %% ../nbs/06_store.ipynb #55e4c19b
 class Store:

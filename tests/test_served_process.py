@@ -134,10 +134,14 @@ def test_soak(files, said, tmp_path_factory, request):
         assert {m['id']: m['version'] for m in httpx.get(f'{server.url}/v1/models', timeout=30).json()['data']} == before, 'names outlive a kill'
         time.sleep(2)
         killed.clear()
-        while (time.monotonic() - start) / seconds < 1.5 and seen['right'] < 50_000:
+        again = time.monotonic()
+        while time.monotonic() - again < seconds / 2:
             change(step)
             step += 1
             time.sleep(.2)
+    except BaseException:
+        server.kill()
+        raise
     finally:
         stop.set()
         for t in threads: t.join(60)
@@ -153,7 +157,7 @@ def test_soak(files, said, tmp_path_factory, request):
     assert status['ready'] and not [a for a in status['adapters'] if a['state'] == 'broken'], status
     for prompt in PROMPTS: assert complete(server.url, 'a07', prompt, False) == said['a07', prompt]
     audit = httpx.get(f'{server.url}/v1/lorajax/audit', params=dict(limit=10_000)).json()
-    assert sum(a['action'] == 'note' and a['name'] == 'corrupt' for a in audit) == step
+    assert sum(a['action'] == 'note' and a['name'] == 'corrupt' for a in audit) == step + 2 # at each start as well
     assert server.stop() in (0, -signal.SIGTERM)
     redis.kill()
 
@@ -165,12 +169,13 @@ def test_the_schema_and_the_server_agree(files, tmp_path_factory):
     with served.ServerProcess(folder / 'log', **files | dict(state=folder / 'state')) as server:
         schema = schemathesis.openapi.from_url(f'{server.url}/schema/openapi.json')
         operations = [o.ok() for o in schema.get_all_operations() if o.ok().path != '/v1/lorajax/drain']
-        each = -(-2000 // len(operations)) + 10
         for operation in operations:
-            @settings(max_examples=each, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+            @settings(max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy())
             def send(case):
-                if isinstance(case.body, dict) and 'max_tokens' in case.body: case.body['max_tokens'] = 3 # or most time goes into answers
+                if isinstance(case.body, dict) and isinstance(case.body.get('model'), str): # often one that is there; short answers
+                    turn = counts.total() % 4
+                    if turn: case.body['model'], case.body['max_tokens'] = [*NAMES[:2], 'tiny'][turn - 1], 3
                 response = case.call(base_url=server.url)
                 counts[operation.label, response.status_code] += 1
                 assert response.status_code < 500, (response.status_code, response.text, case.as_curl_command())
@@ -178,4 +183,4 @@ def test_the_schema_and_the_server_agree(files, tmp_path_factory):
                 assert str(response.status_code) in documented, (operation.label, response.status_code, response.text)
             send()
         print(dict(counts))
-    assert sum(counts.values()) >= 2000 or len(operations) * each >= 2000
+    assert counts.total() >= 2000 and sum(n for (label, status), n in counts.items() if status == 200 and 'completions' in label) > 20

@@ -100,7 +100,7 @@ def until(what, seconds=20):
 
 def test_a_rollout_goes_forward_by_itself_and_users_stay_where_they_are(url, running, service, monkeypatch):
     make_version(running, 'beta', 'beta2', 30)
-    monkeypatch.setattr(watch_module, 'Bounds', lambda: Bounds(least=5))
+    monkeypatch.setattr(watch_module, 'Bounds', lambda: Bounds(least=5, p50=1e9, p99=1e9))
     assert call(url, '/v1/lorajax/rollouts', name='beta', lora_path='beta2', watch_seconds=.3).json()['serves'] is False
     new = service.fleet.current.rollouts['beta'].new
     users, side = [f'u{i}' for i in range(300)], {}
@@ -116,7 +116,7 @@ def test_a_rollout_goes_forward_by_itself_and_users_stay_where_they_are(url, run
 
 def test_a_rollout_that_fails_or_is_disliked_goes_back(url, running, service, monkeypatch):
     make_version(running, 'gamma', 'gamma2', 31)
-    monkeypatch.setattr(watch_module, 'Bounds', lambda: Bounds(least=20))
+    monkeypatch.setattr(watch_module, 'Bounds', lambda: Bounds(least=20, p50=1e9, p99=1e9))
     old = service.fleet.current.names['gamma']
     assert call(url, '/v1/lorajax/rollouts', name='gamma', lora_path='gamma2', watch_seconds=3600).status_code == 200
     new = service.fleet.current.rollouts['gamma'].new
