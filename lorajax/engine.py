@@ -37,7 +37,7 @@ class Config:
     rows: int = 8 # sequences that generate at the same time
     slots: int = 8 # different adapters among them
     max_rank: int = 64 # of an adapter, or of a composition's parts together; rounded up to whole blocks of 8
-    outside: int = 0 # the same for the embedding, and for the head, as each of `slots` may have it; 0 serves none of those
+    outside: int = 0 # the same on the embedding, or on the head; every one of the slots has it; 0 serves none of those
     chunks: tuple[tuple[int, int], ...] = ((1, 64), (1, 256)) # [P, S]: prompts, and tokens of each, that a step may read
     max_len: int = 2048 # positions of a sequence, at most the base's
     block: int = 16 # positions in a page; rounded up to what whole tiles take
@@ -59,7 +59,7 @@ def default_memory() -> int: # bytes
 class Scored:
     "A token and what the model thought of it."
     token: int
-    logprob: float|None = None # None where it wasn't asked for, and for a prompt's first token that nothing comes before
+    logprob: float|None = None # None where it wasn't asked for, and for a prompt's token with nothing before it
     top: tuple[tuple[int, float], ...] = () # (id, log-probability) of the likeliest, best first
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _scored(sampling, sampled, i) -> Scored:
     top = zip(sampled.top_ids[i, :sampling.logprobs].tolist(), sampled.top_logprobs[i, :sampling.logprobs].tolist())
     return Scored(token, float(sampled.logprob[i]), tuple(top))
 
-def _draw(live:_Live, s:Running, words:int) -> Draw: # words: of a mask; a tokenizer may know ids that the base has no row for
+def _draw(live:_Live, s:Running, words:int) -> Draw: # words: of a mask; a tokenizer may know more ids than the base
     output = s.tokens[len(s.request.tokens):]
     return Draw(live.sampling, s.generated, s.request.prompt, output, live.constraint and live.constraint.mask()[:words])
 
@@ -492,7 +492,8 @@ def _check_fits(engine, what, parts): # parts: pieces of all that acts as one ve
     (rank, outside), runner = (n * RANK_BLOCK for n in rank_blocks(parts)), engine.runner
     if rank > runner.most:
         own = max(r for _,r in parts[0].ranks) if len(parts) == 1 else f'{rank} in all'
-        raise Refused(f'{what} has rank {own}, and the engine serves up to {runner.most}; make one with a larger max_rank')
+        raise Refused(f'{what} has rank {own}, and the engine serves up to {runner.most}; '
+                      'make one with a larger max_rank')
     if outside > runner.outside:
         raise Refused(f'{what} adapts the embedding or the head with rank {outside}, and the engine has room for '
                       f'{runner.outside} there; make one with a larger outside')

@@ -169,7 +169,7 @@ class Pages:
     idle = property(lambda self: self._idle.pages, doc='Pages that eviction would free.')
     available = property(lambda self: self.free + self.idle, doc='Pages that nothing in use needs.')
     held = property(lambda self: _held(self), doc='Pages by tenant, in use or idle.')
-    def __contains__(self, key): return (h := self.holdings.get(key)) is not None and not h.dropped # whether it can be used
+    def __contains__(self, key): return (h := self.holdings.get(key)) is not None and not h.dropped # can be used
     def __repr__(self): return f'Pages({self.capacity - self.available} in use, {self.idle} idle, {self.free} free)'
     def _repr_svg_(self): return page_map(self)
     def check(self): _check(self)

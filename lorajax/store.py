@@ -84,12 +84,7 @@ class ImageFolder:
 
     def nbytes(self, version:str) -> int: return self.known[version].n_pages * self.layout.nbytes
 
-    def add(self,
-        version:str, # that the file is called after
-        image:Image,
-        lock=nullcontext(), # held while the file gets its name
-    ):
-        "Keep an image as a file."
+    def add(self, version:str, image:Image, lock=nullcontext()): # lock: held while the file gets its name
         facts = dict(ranks=dict(image.pieces.ranks), per_word=image.pieces.per_word, invocation=image.invocation,
                      layout=_facts(self.layout))
         unfinished = self.path / f'.{version}.{secrets.token_hex(4)}'
@@ -167,7 +162,8 @@ def _read(store:Store, version:str, known:Known) -> Stored:
         with store.lock:
             if version not in store.versions: store.folder.known.pop(version, None)
         if isinstance(e, Refused): raise
-        raise Refused(f'version {version[:16]} cannot be brought into memory ({quoted(e)}); load the adapter again') from None
+        raise Refused(f'version {version[:16]} cannot be brought into memory ({quoted(e)}); '
+                      'load the adapter again') from None
     with store.lock:
         store.reading.pop(version, None)
         if version in store.folder.known: _keep(store, version, stored)

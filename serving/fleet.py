@@ -183,4 +183,4 @@ class Fleet:
     def _tidy(self): # on the engine's thread
         "Images that a killed process left and that no name needs."
         kept = self.engine.names.kept
-        for version in [v for v in self.engine.store.folder.known if not kept[v]]: self.engine.store.remove(version)
+        for version in [v for v in list(self.engine.store.folder.known) if not kept[v]]: self.engine.store.remove(version)

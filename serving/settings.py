@@ -19,7 +19,7 @@ class Settings:
     rows: int = 8 # sequences that generate at the same time
     slots: int = 8 # different adapters among them
     max_rank: int = 64 # of an adapter
-    outside: int = 0 # rank of adapters on the embedding or the head, taken together; 0 serves none of those
+    outside: int = 0 # rank of an adapter on the embedding or on the head; 0 serves none of those
     max_len: int = 2048 # positions of a sequence
     memory: int = 0 # bytes of the arena; 0 for the engine's default
     queue: int = 256 # sequences that may wait; more get 429

@@ -11,7 +11,7 @@ from flax import nnx
 from lorajax.adapters import Adapter, LoraPair, random_adapter
 from lorajax.base import random_base
 from lorajax.model import Segment, WholeRows, random_tensors
-from lorajax import rows
+from lorajax import rows, store as store_module
 from lorajax.rows import RowBuffers, fetch_rows, plan_rows
 from lorajax.arena import Arena, Residents, compose, kv_view, tile_view
 from lorajax.core import ModelConfig, Refused, module_shapes
@@ -389,6 +389,47 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and not store.versions and not store.folder.known
     store.add('v', random_adapter(TINY))
     assert store.fetch('v')
+
+def test_a_slow_disk_holds_no_lock(tmp_path, monkeypatch):
+    store, gate, save = Store(ImageFolder(tmp_path, LAYOUT)), threading.Event(), store_module.save_file
+    store.add('a', random_adapter(TINY))
+    monkeypatch.setattr(store_module, 'save_file', lambda *args: (gate.wait(20), save(*args))[1])
+    with ThreadPoolExecutor(2) as pool:
+        adding = pool.submit(store.add, 'b', random_adapter(TINY, seed=1))
+        try: assert pool.submit(store.fetch, 'a').result(5) and not adding.done()
+        finally: gate.set()
+        adding.result()
+    assert list(store.versions) == ['a', 'b']
+
+def test_whatever_a_read_meets_is_refused(tmp_path, monkeypatch):
+    store = Store(ImageFolder(tmp_path, LAYOUT))
+    store.add('a', random_adapter(TINY, rank=8)), store.add('b', random_adapter(TINY, rank=64))
+    store.versions.clear()
+    store.folder.file('b').rename(store.folder.file('a'))
+    with pytest.raises(Refused, match='no longer the image'): store.fetch('a')
+    store.add('c', random_adapter(TINY))
+    store.versions.clear()
+    def full(pages): raise MemoryError
+    monkeypatch.setattr(store_module, 'pinned', full)
+    with pytest.raises(Refused, match='brought into memory .MemoryError'): store.fetch('c')
+    assert list(store.folder.known) == ['b']
+
+def test_a_version_larger_than_the_budget_is_read_once(tmp_path):
+    Store(ImageFolder(tmp_path, LAYOUT)).add('a', random_adapter(TINY))
+    store = Store(ImageFolder(tmp_path, LAYOUT), budget=1)
+    assert store.fetch('a') and store.ahead('a').done() and list(store.versions) == ['a']
+    with pytest.raises(Refused, match='larger budget'): store.add('b', random_adapter(TINY, seed=1))
+
+def test_a_size_asked_for_while_the_version_leaves(tmp_path):
+    store = Store(ImageFolder(tmp_path, LAYOUT))
+    residents = Residents(store, Arena(LAYOUT, 40))
+    store.add('a', random_adapter(TINY))
+    residents.use('a')
+    size = store.folder.known['a'].n_pages
+    store.remove('a')
+    assert residents.size('a') == size, 'what is on the device has a size'
+    residents.known.pop('a') # as between two lines of the engine's thread
+    with pytest.raises(Refused, match='has no version a'): residents.size('a')
 
 def test_a_failed_write_gives_the_pages_back(tmp_path):
     store = Store(ImageFolder(tmp_path, LAYOUT))

@@ -2,7 +2,7 @@
 import asyncio, random, threading, time
 from collections import Counter
 from dataclasses import replace
-import jax, numpy as np, pytest
+import jax, numpy as np, pytest, tokenizers
 import dense
 from lorajax import engine as engine_module
 from lorajax.adapters import Adapter, LoraPair, invoked_at, random_adapter
@@ -10,6 +10,8 @@ from lorajax.base import random_base
 from lorajax.core import ModelConfig, Refused, ResponseFormat, Sampling
 from lorajax.engine import Config, Engine, generate, stream
 from lorajax.model import random_tensors
+from lorajax.sampler import Room
+from lorajax.text import BYTE_ALPHABET, tokenizer_from_codec
 
 M0 = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=160)
 LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
@@ -17,6 +19,17 @@ SMALL = Config(rows=4, slots=3, max_rank=16, chunks=((1, 8), (2, 16)), max_len=1
                prompt_logprobs=False)
 BASE, WEIGHTS = random_base(M0), random_tensors(M0)
 GREEDY = Sampling(max_new_tokens=8, ignore_eos=True)
+
+def nothing_leaks(engine):
+    engine.drain()
+    def check():
+        pages, kept = engine.residents.pages, engine.names.kept
+        pages.check()
+        assert pages.available == pages.capacity and not engine._live
+        named = Counter(n.version for n in engine.names.known.values())
+        parts = Counter(p for v in named if v in engine.residents.recipes for p,_ in engine.residents.recipes[v])
+        assert +Counter({v: n for v,n in kept.items() if v}) == named + parts and not kept[None]
+    engine.call(check)
 
 @pytest.fixture
 def checked(monkeypatch):
@@ -31,16 +44,7 @@ def checked(monkeypatch):
         return made[-1]
     yield make
     for engine in made:
-        if engine.failed: continue
-        engine.drain()
-        def nothing_leaks():
-            pages, kept = engine.residents.pages, engine.names.kept
-            pages.check()
-            assert pages.available == pages.capacity and not engine._live
-            named = Counter(n.version for n in engine.names.known.values())
-            parts = Counter(p for v in named if v in engine.residents.recipes for p,_ in engine.residents.recipes[v])
-            assert +Counter({v: n for v,n in kept.items() if v}) == named + parts and not kept[None]
-        engine.call(nothing_leaks)
+        if not engine.failed: nothing_leaks(engine)
         engine.close()
 
 def fleet():
@@ -242,6 +246,18 @@ def test_adapters_are_read_in_their_pages(checked, monkeypatch, kernel):
     halves = {p: LoraPair(m.a, m.b, -.5 * m.scale) for p,m in blue.modules.items()}
     mixed = dense.merged(dense.merged(WEIGHTS, {p: LoraPair(m.a, m.b, .5 * m.scale) for p,m in red.modules.items()}), halves)
     assert out[3] == dense.greedy(M0, mixed, ids, 8)
+    residents, version = engine.residents, engine.names.known[blue.name].version
+    alone = lambda: tokens(generate(engine, [ids], [blue.name], GREEDY)[0][0])
+    assert alone() == out[2]
+    def moved(): # as when others wanted its pages while it was idle
+        before = residents.tables[version]
+        for v in [v for v in residents.recipes if v in residents.pages]: residents.drop(v)
+        residents.drop(version)
+        residents.pages.take('another', 3, 'adapter', 0.)
+        return before
+    before = engine.call(moved)
+    assert alone() == out[2] and residents.tables[version] != before
+    engine.call(lambda: (residents.pages.done('another'), residents.pages.drop('another')))
 
 def test_every_program_updates_the_arena_in_place(checked):
     engine = checked(replace(SMALL, memory=64 << 20))
@@ -249,3 +265,140 @@ def test_every_program_updates_the_arena_in_place(checked):
     for shape, program in engine.runner.programs.items():
         used = program.memory_analysis()
         assert used.alias_size_in_bytes >= arena.nbytes and used.temp_size_in_bytes < .05 * arena.nbytes, shape
+
+@pytest.fixture(scope='module')
+def edge():
+    "One engine for the corners: ranks that fill no whole block, and room outside the layers."
+    size = Config(rows=2, slots=2, max_rank=4, outside=8, chunks=((1, 8),), max_len=160, block=8, memory=256 << 10)
+    with Engine(BASE, size) as engine: yield engine
+
+@pytest.fixture
+def cornered(edge):
+    "The same, with no names at the beginning and its books in order at the end."
+    assert not edge.failed and not edge.names.known
+    yield edge
+    for name in sorted(edge.names.known): edge.unload(name)
+    nothing_leaks(edge)
+
+LONG = replace(GREEDY, max_new_tokens=100)
+
+def test_a_listener_that_fails_ends_only_its_own_request(cornered):
+    async def first():
+        async for e in cornered.submit([1, 2, 3], None, LONG): return e
+    assert asyncio.run(first()).scored.token == cold(None, [1, 2, 3], 8)[0]
+    def fails(event): raise ValueError('a listener may do anything')
+    deaf, other = cornered.submit([4, 5], None, LONG), cornered.submit([1, 2, 3], None, GREEDY)
+    try: deaf.listen(fails)
+    except ValueError: deaf.cancel() # there was an event already, which it heard on this thread
+    assert [e.scored.token for e in other] == cold(None, [1, 2, 3], 8)
+    assert list(other) == [], 'it was heard to its end before'
+
+def test_a_listener_may_ask_but_not_wait(cornered):
+    said, ended = [], threading.Event()
+    def listen(event):
+        for wait in (cornered.stats, cornered.close, lambda: cornered.load(random_adapter(M0, 'late'))):
+            try: wait()
+            except Refused as e: said.append(str(e))
+        if event.finish: ended.set()
+    gate = threading.Event()
+    cornered._inbox.put(gate.wait) # so that the listener is there before the first event
+    running = cornered.submit([1, 2, 3], None, replace(GREEDY, max_new_tokens=1))
+    running.listen(listen)
+    gate.set()
+    assert ended.wait(20) and len(said) == 3 and all('called by a listener' in s for s in said)
+
+def test_ranks_round_up_to_blocks_and_are_served_whole(cornered):
+    adapters = [random_adapter(M0, f'r{rank}', rank, LINEARS, seed=rank, std=.3) for rank in (1, 4, 6, 8)]
+    for a in adapters: cornered.load(a)
+    ids = list(b'two at once, a block each')
+    out = generate(cornered, [ids] * 4, [a.name for a in adapters], GREEDY)
+    assert [tokens(c) for c, in out] == [cold(a, ids, 8) for a in adapters]
+    with pytest.raises(Refused, match='rank 9, and the engine serves up to 8'): cornered.load(random_adapter(M0, 'r9', 9))
+
+def test_each_slot_has_room_outside_the_layers(cornered):
+    adapters = [random_adapter(M0, f'out{i}', 8, ('embed_tokens', 'lm_head'), seed=i, std=.3) for i in range(2)]
+    for a in adapters: cornered.load(a)
+    ids = list(b'edges')
+    out = generate(cornered, [ids] * 2, [a.name for a in adapters], GREEDY)
+    assert [tokens(c) for c, in out] == [cold(a, ids, 8) for a in adapters]
+    with pytest.raises(Refused, match='with rank 16, .* larger outside'): cornered.compose('sum', dict(out0=1., out1=1.))
+
+def test_two_names_of_one_version_add_up(cornered):
+    red, ids = random_adapter(M0, 'red', 4, LINEARS, seed=1, std=.3), list(b'twice')
+    cornered.load(red), cornered.load(red, 'also')
+    cornered.compose('sum', dict(red=.25, also=.75))
+    assert tokens(generate(cornered, [ids], ['sum'], GREEDY)[0][0]) == cold(red, ids, 8)
+
+def test_files_that_cannot_be_deleted_or_do_not_fit(cornered, monkeypatch):
+    version = cornered.load(random_adapter(M0, 'red', 4))
+    monkeypatch.setattr(cornered.store, 'budget', 1)
+    with pytest.raises(Refused, match='larger store_memory'): cornered.adopt(version, 'again')
+    file = cornered.store.folder.file(version)
+    file.unlink(), file.mkdir() # which `unlink` refuses
+    cornered.unload('red')
+    file.rmdir()
+    assert tokens(generate(cornered, [[1, 2, 3]], None, GREEDY)[0][0]) == cold(None, [1, 2, 3], 8)
+
+def test_an_adapter_loaded_while_it_leaves_is_there(cornered, monkeypatch):
+    red, loads, forget = random_adapter(M0, 'red', 4, LINEARS, seed=1, std=.3), [], cornered.kv.forget
+    def meanwhile(version): # in the middle of leaving, another thread loads the same adapter
+        loads.append(threading.Thread(target=cornered.load, args=(red, 'again')))
+        loads[0].start()
+        time.sleep(.3)
+        forget(version)
+    version = cornered.load(red)
+    monkeypatch.setattr(cornered.kv, 'forget', meanwhile)
+    cornered.unload('red')
+    monkeypatch.undo()
+    loads[0].join()
+    assert cornered.store.folder.file(version).exists()
+    assert tokens(generate(cornered, [[1, 2, 3]], ['again'], GREEDY)[0][0]) == cold(red, [1, 2, 3], 8)
+
+def test_a_routing_token_is_no_token_of_the_prompt(cornered):
+    routed, ids = fleet()[-1], list(b'routed')
+    cornered.load(routed)
+    out, = generate(cornered, [ids], ['x2'], replace(GREEDY, echo=True, logprobs=1))[0]
+    assert [t.token for t in out.prompt] == ids and tokens(out) == cold(routed, ids, 8)
+    want = dense.logits(M0, dense.merged(WEIGHTS, routed.modules), [-1, *ids], routing=routed.routing)
+    want = np.array(jax.nn.log_softmax(want.astype(np.float32)))
+    np.testing.assert_allclose([t.logprob for t in out.prompt], [want[i, t] for i,t in enumerate(ids)], atol=1e-3)
+
+def test_cached_counts_for_the_first_answer(cornered):
+    ids = list(range(200, 220))
+    running = cornered.submit(ids, None, replace(GREEDY, n=3))
+    assert sum(e.finish is not None for e in running) == 3 and running.cached == 0, 'the others found what the first computed'
+
+def test_a_tokenizer_larger_than_the_embedding(cornered, monkeypatch):
+    codec = tokenizers.Tokenizer(tokenizers.models.BPE(dict(BYTE_ALPHABET), []))
+    codec.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    codec.decoder = tokenizers.decoders.ByteLevel()
+    codec.add_special_tokens(['<|end|>', *(f'<|spare {i}|>' for i in range(100))])
+    monkeypatch.setattr(cornered, 'base', replace(BASE, tokenizer=tokenizer_from_codec(codec, dict(eos_token='<|end|>'))))
+    digits = Sampling(max_new_tokens=20, response_format=ResponseFormat('regex', '[0-9]{3}'))
+    assert generate(cornered, ['abc'], None, digits)[0][0].text.isdigit()
+    with pytest.raises(Refused, match='token id 257'): cornered.submit([1, 257])
+
+@pytest.mark.parametrize('given, sentence', [(dict(priority='high'), 'give a whole number'), (dict(priority=.5), 'whole number'),
+                                             (dict(timeout=float('nan')), 'give seconds'), (dict(timeout='5'), 'give seconds')])
+def test_what_the_scheduler_compares_is_checked(cornered, given, sentence):
+    with pytest.raises(Refused, match=sentence): cornered.submit([1, 2, 3], None, GREEDY, **given)
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_a_failed_engine_ends_every_answer_and_closes(monkeypatch):
+    class Broken:
+        most, outside, room = 8, 0, Room(mask=9)
+        def __init__(self, *_): pass
+        def run(self, *_): raise RuntimeError('the device is lost')
+    monkeypatch.setattr(engine_module, 'Runner', Broken)
+    engine, gate = Engine(BASE, SMALL), threading.Event()
+    def lost(*_): raise AssertionError('the books are in no order')
+    monkeypatch.setattr(engine.scheduler, 'cancel', lost)
+    engine._inbox.put(gate.wait)
+    streams = [engine.submit([1, 2, 3], None, replace(GREEDY, n=n)) for n in (1, 2)]
+    gate.set()
+    for s in streams:
+        assert [(e.finish, e.error) for e in s] == [('error', 'RuntimeError: the device is lost')] * s.n
+    with pytest.raises(Refused, match='has failed'): engine.submit([1])
+    engine.close()
+    folder, pools = engine.store.folder.path, (engine.store.loader, engine.residents.watch)
+    assert not folder.exists() and not any(t.is_alive() for pool in pools for t in pool._threads)

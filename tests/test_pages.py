@@ -597,6 +597,14 @@ def test_check_finds(falsify, found):
     falsify(pages, holdings)
     with pytest.raises(AssertionError, match=found): pages.check()
 
+def test_whether_it_is_held_is_one_look():
+    "A thread that asks while the owner evicts gets an answer."
+    class Evicting(dict):
+        def __contains__(self, key): return True
+    pages = Pages(4)
+    pages.holdings = Evicting()
+    assert 'gone' not in pages
+
 def test_page_map():
     pages = Pages(14)
     pages.take('<&>', 2, 'adapter', 1.)

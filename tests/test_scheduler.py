@@ -509,6 +509,11 @@ def test_deadlines_end_waiting_and_running_sequences():
     assert ended == dict(w=3, r=5) and running.finished == waiting.finished == 'deadline' and later.table
     assert running.generated == 5 and answer(running) == cold_run(running.request)[:5]
 
+@pytest.mark.parametrize('given', [dict(priority='high'), dict(priority=None), dict(priority=True), dict(deadline=float('nan')),
+                                   dict(deadline='soon')])
+def test_what_is_compared_can_be_compared(given):
+    with pytest.raises(Refused, match=next(iter(given))): Request('r', (1,), **given)
+
 def test_the_engine_says_why_it_ends():
     sched, model = machine()
     s, = sched.submit(ask('x', 5, new=50))
