@@ -9,6 +9,7 @@ import jax, pytest
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+jax.config.update('jax_enable_compilation_cache', False) # XLA has crashed at writing it, in processes that hold PyTorch too
 
 SHARED = Path(__file__).resolve().parents[2] / 'shared'
 

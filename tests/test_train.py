@@ -50,14 +50,11 @@ def filled(adapter, seed, std=.2):
 
 @pytest.fixture(scope='module', autouse=True)
 def compiled_once(tmp_path_factory):
-    "Programs are kept for this file's tests and the processes that they start; compiling is most of their time."
-    before = {k: getattr(jax.config, k) for k in CACHE}
-    for k,v in (CACHE | dict(jax_compilation_cache_dir=str(tmp_path_factory.mktemp('xla')))).items(): jax.config.update(k, v)
-    yield
-    for k,v in before.items(): jax.config.update(k, v)
+    "The processes that these tests start share their programs; compiling is most of their time."
+    CACHE.update(JAX_COMPILATION_CACHE_DIR=str(tmp_path_factory.mktemp('xla')), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+                 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES='-1')
 
-CACHE = dict(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.,
-             jax_persistent_cache_min_entry_size_bytes=-1)
+CACHE = {}
 
 def sums(base, n=6): return [example_of(base.tokenizer, f'{i}+{i * 7}=', str(i + i * 7)) for i in range(3, 3 + n)]
 
@@ -193,7 +190,7 @@ def two_tasks(base, rank=4):
 
 def run(folder, first=''):
     env = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUMPY_DTYPE_PROMOTION': 'strict', 'JAX_NUMPY_RANK_PROMOTION': 'raise'}
-    env |= {k.upper(): str(getattr(jax.config, k)) for k in CACHE}
+    env |= CACHE
     script = RUN.format(tests=str(Path(__file__).parent), folder=str(folder))
     done = subprocess.run([sys.executable, '-c', first + script], capture_output=True, text=True, env=env)
     if done.returncode not in (0, 1): return f'exit status {done.returncode}'
