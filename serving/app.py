@@ -11,7 +11,7 @@ from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from lorajax import __version__
 from lorajax.base import Base, load_base
-from lorajax.core import needs
+from lorajax.core import Refused, needs
 from lorajax.engine import Config, Engine
 from lorajax.lifecycle import Follower, ModelFolder
 from lorajax.registry import Registry
@@ -22,7 +22,7 @@ from .errors import ApiError, StrictRequest, answer
 from .guards import Keys, Limits, read_keys
 from .semantic_cache import SemanticCache
 from .service import Service
-from .settings import Settings, from_environment
+from .settings import Settings, check, from_environment
 from .signals import Signals
 from .watch import serving
 
@@ -44,7 +44,9 @@ class JsonLines(logging.Formatter):
 def set_up_logs(level:str='info'):
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger('lorajax')
     handler.setFormatter(JsonLines())
-    logger.handlers[:] = [handler]
+    logger.handlers[:], logger.propagate = [handler], False # or a handler of the root says it all again
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise Refused(f'log level {level!r} is not known; choose debug, info, warning or error')
     logger.setLevel(level.upper())
 
 class Entrance(ASGIMiddleware):
@@ -117,7 +119,7 @@ def engine_of(settings:Settings, base:Base, folder:Path, progress:Callable) -> E
 
 def create_app(settings:Settings|None=None, progress:Callable=lambda shapes: shapes) -> Litestar:
     "An app that makes its engine when it starts and closes it when it stops."
-    settings = settings or from_environment()
+    check(settings := settings or from_environment())
     keys = Keys(read_keys(settings.api_keys) if settings.api_keys else [], settings.admin_key)
 
     @asynccontextmanager

@@ -1,18 +1,25 @@
 """The command `lorajax serve`."""
 from __future__ import annotations
-import sys
+import socket, sys
 from dataclasses import replace
 from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import track
-from lorajax.core import needs
+from lorajax.core import Refused, needs
 from .settings import Settings, from_environment
 
 D = Settings()
 def opt(help:str, default=None, flag:str|None=None):
     said = f'{help} [{default}]' if default not in (None, '') else help
     return typer.Option(*([flag] if flag else []), help=said, show_default=False)
+
+def check_free(host:str, port:int):
+    "Refuses an address that another program has, before minutes are spent on loading."
+    try:
+        with socket.create_server((host, port)): pass
+    except (OSError, OverflowError) as e:
+        raise Refused(f'{host}:{port} cannot be listened on ({e}); choose another --port') from None
 
 def serve(
     model:Annotated[str|None, opt(
@@ -46,6 +53,7 @@ def serve(
     settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
     app.set_up_logs(log_level)
+    check_free(host, port)
     err = Console(stderr=True)
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
     made = app.create_app(settings, bar)

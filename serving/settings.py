@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from lorajax.base import DTYPES
 from lorajax.core import Refused, quoted
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ def _read(name:str, kind:str, text:str):
         if kind == 'bool': return dict(zip(('1', 'true', 'yes', '0', 'false', 'no', ''), [True] * 3 + [False] * 4))[text.lower()]
         return dict(int=int, float=float, str=str)[kind](text)
     except (ValueError, KeyError): raise Refused(f'LORAJAX_{name.upper()}={quoted(text)}; it must be a {kind}') from None
+
+def check(s:Settings):
+    "Refuses values that no server could run with, before anything is loaded."
+    for name, least in dict(rows=1, slots=1, max_rank=1, max_len=2, queue=0, outside=0, memory=0, max_body=1).items():
+        if getattr(s, name) < least: raise Refused(f'{name}={getattr(s, name)}; it must be at least {least}')
+    if not 0 <= s.cache <= 1: raise Refused(f'cache={s.cache}; it must be a similarity from 0 to 1, and 0 for none')
+    if s.dtype and s.dtype not in DTYPES: raise Refused(f'dtype={quoted(s.dtype)}; choose one of {", ".join(DTYPES)}')
+    for path in (p for p in (s.adapters, *s.roots.split(':')) if p):
+        if not Path(path).is_dir(): raise Refused(f'there is no directory {path}; name one that holds adapters (--adapters)')
 
 OTHERS = {'LORAJAX_BACKEND'} # the library's own
 
