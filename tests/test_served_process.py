@@ -183,4 +183,4 @@ def test_the_schema_and_the_server_agree(files, tmp_path_factory):
                 assert str(response.status_code) in documented, (operation.label, response.status_code, response.text)
             send()
         print(dict(counts))
-    assert counts.total() >= 2000 and sum(n for (label, status), n in counts.items() if status == 200 and 'completions' in label) > 20
+    assert counts.total() >= 2000 and sum(n for (label, status), n in counts.items() if status == 200 and 'completions' in label) >= 5
