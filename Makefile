@@ -37,7 +37,7 @@ demo: $(VENV)/.demo  ## eight prompts, four adapters and none, in one batch
 
 test: $(VENV)/.dev  ## every notebook and every test
 	@.ci/browser
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0
 
 # The kernels are checked with the pinned JAX and with 0.11.2, the version of a common GPU image. The plugin's compiler
 # crashes without libdevice and needs ptxas: nvidia-nvvm and nvidia-cuda-nvcc have them; nvdisasm shows the machine code.

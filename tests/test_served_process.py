@@ -161,6 +161,8 @@ def test_soak(files, said, tmp_path_factory, request):
     assert server.stop() in (0, -signal.SIGTERM)
     redis.kill()
 
+ASKING = {'/v1/completions': dict(prompt='hello'), '/v1/chat/completions': dict(messages=[dict(role='user', content='hello')])}
+
 def test_the_schema_and_the_server_agree(files, tmp_path_factory):
     "schemathesis against the app's own OpenAPI: no 5xx, no status that isn't documented."
     import schemathesis
@@ -173,9 +175,9 @@ def test_the_schema_and_the_server_agree(files, tmp_path_factory):
             @settings(max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy())
             def send(case):
-                if isinstance(case.body, dict) and isinstance(case.body.get('model'), str): # often one that is there; short answers
-                    turn = counts.total() % 4
-                    if turn: case.body['model'], case.body['max_tokens'] = [*NAMES[:2], 'tiny'][turn - 1], 3
+                if operation.path in ASKING and isinstance(case.body, dict) and (turn := counts.total() % 4):
+                    extra = list(case.body.items())[:1] if turn == 1 else [] # one field as it was drawn, or all would be refused
+                    case.body = ASKING[operation.path] | dict(extra) | dict(model=[*NAMES[:2], 'tiny'][turn - 1], max_tokens=3)
                 response = case.call(base_url=server.url)
                 counts[operation.label, response.status_code] += 1
                 assert response.status_code < 500, (response.status_code, response.text, case.as_curl_command())
@@ -183,4 +185,4 @@ def test_the_schema_and_the_server_agree(files, tmp_path_factory):
                 assert str(response.status_code) in documented, (operation.label, response.status_code, response.text)
             send()
         print(dict(counts))
-    assert counts.total() >= 2000 and sum(n for (label, status), n in counts.items() if status == 200 and 'completions' in label) >= 5
+    assert counts.total() >= 2000 and sum(n for (label, status), n in counts.items() if status == 200 and 'completions' in label) > 100
