@@ -29,8 +29,8 @@ $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) --editable '.[demo,dev]'
 	@touch $@
 
-serve: $(VENV)/.demo  ## the HTTP server, with SmolLM2 and the example adapters, at http://127.0.0.1:8000
-	@$(BIN)/lorajax serve
+serve: $(VENV)/.demo  ## the HTTP server, with SmolLM2 and the example adapters; make serve ARGS='--port 8001'
+	@$(BIN)/lorajax serve $(ARGS)
 
 demo: $(VENV)/.demo  ## eight prompts, four adapters and none, in one batch
 	@$(BIN)/lorajax demo --adapters $(EXAMPLES)

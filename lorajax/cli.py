@@ -313,7 +313,9 @@ def verify(
         found = _verified(base, folder, trusted, require)
         bad += not found['ok']
         if as_json: print(json.dumps(found, ensure_ascii=False))
-        elif found['ok']: print(f'{folder}: good, version {found["version"][:16]}, manifest: {found["manifest"]}')
+        elif found['ok']:
+            signer = f' with key {found["key"]}' if found['key'] else ''
+            print(f'{folder}: good, version {found["version"][:16]}, manifest: {found["manifest"]}{signer}')
         else: _say(f'{folder}: {found["reason"]}')
     if bad: raise typer.Exit(1)
 

@@ -49,6 +49,9 @@ class Done(Struct):
     version: str = ''
     serves: bool = True # whether requests get this version now; False while its rollout watches
 
+class Noted(Struct):
+    message: str
+
 def administrator(request:Request) -> str: # who, for the audit log
     key = request.state.key
     check_change(request.app.state.api_keys, key, request.client and request.client.host, request.headers)
@@ -108,16 +111,16 @@ async def roll_back(request:Request, name:FromPath[str], data:JSONBody[Reason], 
     return Done(f'{name} serves its former version', name, version)
 
 @post('/v1/lorajax/drain', **CHANGE)
-async def drain(request:Request, actor:NamedDependency[str]) -> Done:
+async def drain(request:Request, actor:NamedDependency[str]) -> Noted:
     "Takes no new requests; those that run go on. `/ready` says no from here on."
     service(request).draining = True
-    return Done('the server is draining')
+    return Noted('the server is draining')
 
 @post('/v1/lorajax/feedback', status_code=200, responses=documented(400, 401, 404, 413), tags=['Adapters'])
-async def feedback(request:Request, data:JSONBody[Feedback]) -> Done:
+async def feedback(request:Request, data:JSONBody[Feedback]) -> Noted:
     "A user's opinion of an answer, the quality guard of rollouts."
     service(request).rate(data.request_id, data.score, request.state.key)
-    return Done('noted')
+    return Noted('noted')
 
 @get('/v1/lorajax/adapters', responses=documented(401), tags=['Adapters'])
 async def adapters(request:Request) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ def check_free(host:str, port:int):
     try:
         with socket.create_server((host, port)): pass
     except (OSError, OverflowError) as e:
-        raise Refused(f'{host}:{port} cannot be listened on ({e}); choose another --port') from None
+        why = getattr(e, 'strerror', None) or e
+        raise Refused(f'{host}:{port} cannot be listened on ({str(why).partition(" (")[0]}); choose another --port') from None
 
 def serve(
     model:Annotated[str|None, opt(

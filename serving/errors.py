@@ -1,11 +1,11 @@
 """Errors in OpenAI's shape, for every way in which a request can fail."""
 from __future__ import annotations
-import logging
+import difflib, logging, re
 import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 from litestar.openapi.datastructures import ResponseSpec
-from lorajax.core import Refused
+from lorajax.core import Refused, quoted
 
 log = logging.getLogger('lorajax.serving')
 
@@ -48,20 +48,29 @@ def from_http(e:HTTPException) -> ApiError:
 def answer(request:Request, e:Exception) -> Response:
     "The exception handler of the app."
     if isinstance(e, HTTPException): e = from_http(e)
-    elif isinstance(e, Refused): e = ApiError(400, str(e))
+    elif isinstance(e, Refused): e = ApiError(400, str(e).replace('max_new_tokens', 'max_tokens')) # as clients call it
     elif not isinstance(e, ApiError):
         log.exception('request failed', exc_info=e, extra=dict(path=request.scope['path']))
         e = ApiError(500, 'the server failed on this request; its log has the reason', code='internal_error')
     return Response(e.body, status_code=e.status, headers=e.headers, media_type='application/json')
+
+def wrong_body(said:str, wanted:type) -> ApiError:
+    "What msgspec says of a body, with the field at fault, and what a misspelt one may have meant."
+    what, _, where = said.partition(' - at `$.')
+    where = where.removesuffix('`')
+    unknown = re.fullmatch('Object contains unknown field `(.*)`', what)
+    if not unknown: return ApiError(400, f'{what} for {where}' if where else what, param=where or None)
+    field = unknown[1]
+    near = [] if where else difflib.get_close_matches(field, wanted.__struct_fields__, 1)
+    remedy = f'did you mean {near[0]}?' if near else 'leave it out'
+    return ApiError(400, f'{where or "the body"} has the unknown field {quoted(field)}; {remedy}', param=field[:120])
 
 class StrictRequest(Request):
     "Reads a JSON body straight into the type of its route, without conversions such as of '7' to 7."
     async def json(self):
         data = self.route_handler.parsed_data_field
         try: return msgspec.json.decode(await self.body() or b'null', type=data.annotation if data else object)
-        except msgspec.ValidationError as e:
-            what, _, where = str(e).partition(' - at `$.')
-            raise ApiError(400, f'{what} for {where[:-1]}' if where else what, param=where[:-1] or None) from None
+        except msgspec.ValidationError as e: raise wrong_body(str(e), data.annotation) from None
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
             why = 'it is nested too deep' if isinstance(e, RecursionError) else e
             raise ApiError(400, f'the body is not readable as JSON: {why}') from None

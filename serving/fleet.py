@@ -39,6 +39,13 @@ class Fleet:
         self.entries: dict[str, Entry] = {} # version -> what the registry knows of it, so that nobody else asks the database
         self.changes, self.files = asyncio.Lock(), ThreadPoolExecutor(1, 'adapter-files')
 
+    def check_free(self, name:str, param:str, *others:str):
+        "Refuses a name that means something else here, or that no adapter can have."
+        try: check_name(name)
+        except Refused as e: raise ApiError(400, str(e), param=param) from None
+        if name in (self.base.name, AUTO, 'base', *others):
+            raise ApiError(400, f'the name {quoted(name)} means something else; choose another', param=param)
+
     async def in_thread(self, what:Callable, *args, **kw):
         "Files and the registry's database may be slow: they have a thread of their own."
         return await asyncio.get_running_loop().run_in_executor(self.files, lambda: what(*args, **kw))
@@ -50,8 +57,6 @@ class Fleet:
 
     def _read(self, name:str, folder:Path, dtype:str|None) -> tuple[str, Manifest|None]: # on the thread for files
         "Puts an adapter into the engine, once its manifest was checked. Its version, and the manifest."
-        if check_name(name) in (self.base.name, AUTO, 'base'):
-            raise Refused(f'an adapter cannot be called {quoted(name)}, which means something else; choose another name')
         adapter = self.base.load_adapter(folder, name)
         manifest = read_manifest(folder)
         self._check_manifest(manifest, adapter.fingerprint)
@@ -60,8 +65,7 @@ class Fleet:
         return version, manifest
 
     def _check_manifest(self, manifest:Manifest|None, fingerprint:str):
-        trusted = [k for k in self.settings.trusted.split(',') if k]
-        check_manifest(manifest, self.base.fingerprint, fingerprint, trusted)
+        check_manifest(manifest, self.base.fingerprint, fingerprint, self.settings.trusted_keys)
 
     async def load(self,
         name:str,
@@ -71,11 +75,12 @@ class Fleet:
         watch:float|None=None, # seconds at each stage of a rollout; None: the name moves at once
     ) -> tuple[str, bool]: # the version, and whether it serves
         "An adapter under a name, perhaps beside the version that serves."
+        self.check_free(name, 'lora_name')
         folder = inside(path, self.settings.allowed_roots)
         async with self.changes:
             try: version, manifest = await self.in_thread(self._read, name, folder, dtype)
             except Refused as e:
-                await self.in_thread(self.registry.note, actor, name[:128], f'refused: {e}', time.time())
+                await self.in_thread(self.registry.note, actor, name, f'refused: {e}', time.time())
                 raise ApiError(400, str(e).replace(f'{folder}/', ''), param='lora_path') from None
             self.loaded.add(version)
             self.broken.pop(version, None)
@@ -97,8 +102,7 @@ class Fleet:
 
     async def compose(self, name:str, weights:dict[str, float], actor:str) -> str: # its version
         "A weighted sum of adapters under a name of its own."
-        if check_name(name) in (self.base.name, AUTO, 'base', *weights):
-            raise ApiError(400, f'a composition cannot be called {quoted(name)}; choose another name', param='name')
+        self.check_free(name, 'name', *weights)
         async with self.changes:
             total = Counter() # by version, since two names may mean one
             for n, weight in weights.items():
@@ -133,8 +137,9 @@ class Fleet:
         async with self.changes: await self._follow()
 
     async def _follow(self): # with the lock held
-        self.entries = {e.version: e for e in await self.in_thread(self.registry.entries)}
-        self.current = c = await self.in_thread(self.registry.current)
+        c = await self.in_thread(self.registry.current)
+        self.entries = {e.version: e for e in await self.in_thread(self.registry.entries)} # after it: all that it names, or newer
+        self.current = c
         wanted = {*c.names.values(), *(r.new for r in c.rollouts.values()), *c.former.values()} - {None}
         for version in wanted - self.loaded - self.broken.keys():
             try: await self.in_thread(self._restore, version)
@@ -183,4 +188,6 @@ class Fleet:
     def _tidy(self): # on the engine's thread
         "Images that a killed process left and that no name needs."
         kept = self.engine.names.kept
-        for version in [v for v in list(self.engine.store.folder.known) if not kept[v]]: self.engine.store.remove(version)
+        for version in [v for v in list(self.engine.store.folder.known) if not kept[v]]:
+            try: self.engine.store.remove(version)
+            except Refused as e: log.warning('%s', e) # it only takes room

@@ -63,7 +63,8 @@ def check_change(keys:Keys, key:Key, host:str|None, headers):
     if origin and urlsplit(origin).netloc != headers.get('host'):
         raise ApiError(403, f'the page {quoted(origin)} may not change adapters')
     called = urlsplit(f'//{headers.get("host", "")}').hostname # another name may be a page's trick to get here
-    direct = is_local(host) and (called == 'localhost' or is_local(called)) and not any(h in headers for h in ('forwarded', 'x-forwarded-for'))
+    passed_on = any(h in headers for h in ('forwarded', 'x-forwarded-for'))
+    direct = is_local(host) and (called == 'localhost' or is_local(called)) and not passed_on
     if key.admin or (not keys.has_admin and direct): return
     why = 'needs an admin key' if keys.has_admin else 'is taken from this machine alone, unless LORAJAX_ADMIN_KEY is set'
     raise ApiError(403, f'a change of adapters {why}')

@@ -60,6 +60,7 @@ class Job:
     asks: tuple[Ask, ...] # one a prompt; the first one's id is the answer's
     lengths: tuple[int, ...] # tokens of each prompt
     chosen: Chosen
+    user: str|None # as the client calls whom it asks for
     usage: bool # whether a stream ends with it
 
     @property
@@ -211,7 +212,8 @@ async def job_of(service:Service, key:Key, r:ChatRequest|CompletionRequest, id:s
     else: chosen = await service.route(newest(service, prompts[0]), lengths[0], key, r.user, r.session, user)
     id = style.prefix + id
     asks = tuple(Ask(p, sampling, f'{id}.{i}' if i else id, key.name, r.timeout, r.priority or 0) for i, p in enumerate(prompts))
-    return Job(service, style, int(time.time()), asks, lengths, chosen, bool(r.stream_options and r.stream_options.include_usage))
+    usage = bool(r.stream_options and r.stream_options.include_usage)
+    return Job(service, style, int(time.time()), asks, lengths, chosen, r.user, usage)
 
 def headers_of(chosen:Chosen) -> dict[str, str]:
     told = dict(model=chosen.name, version=chosen.version, layer=chosen.layer, fallback=chosen.fallback)

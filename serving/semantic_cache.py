@@ -1,4 +1,4 @@
-"""Answers kept for prompts that mean the same, within one version, one API key and one set of rules. Off by default."""
+"""Answers kept for prompts that mean the same, within one version, one API key, one user and one set of rules."""
 from __future__ import annotations
 import asyncio, time
 from collections import OrderedDict
@@ -20,7 +20,7 @@ class SemanticCache:
         elif job.style.chat and prompt[-1]['role'] == 'user':
             before, text = tuple((m['role'], m['content']) for m in prompt[:-1]), prompt[-1]['content']
         else: return None
-        return (key.name, job.chosen.name, job.chosen.version, job.style.prefix, before, replace(s, seed=None)), text
+        return (key.name, job.user, job.chosen.name, job.chosen.version, job.style.prefix, before, replace(s, seed=None)), text
 
     async def _vector(self, text):
         v = await asyncio.to_thread(self.encoder.vector, text)

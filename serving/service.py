@@ -243,7 +243,8 @@ class Service:
     def rate(self, id:str, score:float, key:Key): # of an answer; 0 to 1
         "A user's opinion, which guards the quality of rollouts. An answer is rated once, by who asked for it."
         asked, chosen = self.answered.get(id, ('', None))
-        if chosen is None or asked != key.name: raise ApiError(404, f'there is no recent answer {quoted(id)}', 'unknown_request', 'request_id')
+        if chosen is None or asked != key.name:
+            raise ApiError(404, f'there is no recent answer {quoted(id)} to rate, or it was rated', 'unknown_request', 'request_id')
         del self.answered[id]
         rollout = self.fleet.current.rollouts.get(chosen.name)
         if rollout and chosen.version in (rollout.old, rollout.new): self.arms[rollout, chosen.version].scores.append(score)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from lorajax.base import DTYPES
 from lorajax.core import Refused, quoted
+from lorajax.registry import check_key
 
 @dataclass(frozen=True)
 class Settings:
@@ -39,8 +40,11 @@ class Settings:
     otel: bool = False # OpenTelemetry traces; the exporter is set by OTEL_ variables
 
     @property
-    def allowed_roots(self) -> tuple[Path, ...]:
-        return tuple(Path(p).resolve() for p in (self.adapters, *self.roots.split(':')) if p)
+    def folders(self) -> list[Path]: return [Path(p) for p in (self.adapters, *self.roots.split(':')) if p]
+    @property
+    def allowed_roots(self) -> tuple[Path, ...]: return tuple(p.resolve() for p in self.folders)
+    @property
+    def trusted_keys(self) -> list[str]: return [k.strip() for k in self.trusted.split(',') if k.strip()]
 
 def _read(name:str, kind:str, text:str):
     try:
@@ -54,8 +58,9 @@ def check(s:Settings):
         if getattr(s, name) < least: raise Refused(f'{name}={getattr(s, name)}; it must be at least {least}')
     if not 0 <= s.cache <= 1: raise Refused(f'cache={s.cache}; it must be a similarity from 0 to 1, and 0 for none')
     if s.dtype and s.dtype not in DTYPES: raise Refused(f'dtype={quoted(s.dtype)}; choose one of {", ".join(DTYPES)}')
-    for path in (p for p in (s.adapters, *s.roots.split(':')) if p):
-        if not Path(path).is_dir(): raise Refused(f'there is no directory {path}; name one that holds adapters (--adapters)')
+    for path in s.folders:
+        if not path.is_dir(): raise Refused(f'there is no directory {path}; name one that holds adapters (--adapters)')
+    for key in s.trusted_keys: check_key(key)
 
 OTHERS = {'LORAJAX_BACKEND'} # the library's own
 

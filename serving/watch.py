@@ -110,9 +110,10 @@ def adapter_rows(service:Service, key:Key) -> list[dict]:
         version = fleet.current.names[name]
         entry, hits = fleet.entries.get(version), service.stats.hits.get(version)
         if entry is None: continue # it was removed this moment
+        def called(v): return named.get(v) or f'{fleet.entries[v].name} {v[:8]}' # the version of a name that moved on
         rows.append(dict(
             name=name, version=version, state=state_of(service, version), reason=public(fleet.broken.get(version, '')),
-            source=Path(entry.source).name, parts={named.get(p.version, p.version[:16]): p.weight for p in entry.parts},
+            source=Path(entry.source).name, parts={called(p.version): p.weight for p in entry.parts},
             requests=service.counted[name], hit_rate=hits and round(hits.rate, 4)))
     return rows
 

@@ -2,7 +2,7 @@
 import json, os, random, re, shutil, signal, threading, time
 from collections import Counter
 from pathlib import Path
-import httpx, openai, pytest
+import httpx, openai, psutil, pytest
 from lorajax.base import load_base
 from lorajax.core import Sampling
 from lorajax.generate import generate
@@ -86,7 +86,7 @@ def test_openai_litellm_and_langchain_talk_to_a_real_server(tmp_path_factory):
 def test_soak(files, said, tmp_path_factory, request):
     "Streams over 24 adapters while adapters come, move and go, clients leave, Redis and the server are killed."
     folder, long = tmp_path_factory.mktemp('soaked'), request.config.getoption('--slow')
-    clients, seconds = (200, 300) if long else (200, 16)
+    clients, seconds = (200, 300) if long else (200, 45)
     root = Path(files['adapters'])
     (root / 'corrupt').mkdir(exist_ok=True)
     for f in ('adapter_config.json', 'adapter_model.safetensors'): shutil.copy(root / 'a00' / f, root / 'corrupt')
@@ -134,6 +134,7 @@ def test_soak(files, said, tmp_path_factory, request):
         assert {m['id']: m['version'] for m in httpx.get(f'{server.url}/v1/models', timeout=30).json()['data']} == before, 'names outlive a kill'
         time.sleep(2)
         killed.clear()
+        memory = psutil.Process(server.process.pid).memory_info().rss
         again = time.monotonic()
         while time.monotonic() - again < seconds / 2:
             change(step)
@@ -156,6 +157,11 @@ def test_soak(files, said, tmp_path_factory, request):
     status = httpx.get(f'{server.url}/v1/lorajax/status').json()
     assert status['ready'] and not [a for a in status['adapters'] if a['state'] == 'broken'], status
     for prompt in PROMPTS: assert complete(server.url, 'a07', prompt, False) == said['a07', prompt]
+    grown = psutil.Process(server.process.pid).memory_info().rss - memory
+    assert grown < 200 << 20, grown
+    versions = {a['version'] for a in status['adapters']}
+    images = {p.stem for p in Path(files['state']).glob('images-*/[!.]*.safetensors')}
+    assert versions <= images and len(images) <= len(versions) + 4, 'besides those that a name can go back to, nothing is left'
     audit = httpx.get(f'{server.url}/v1/lorajax/audit', params=dict(limit=10_000)).json()
     assert sum(a['action'] == 'note' and a['name'] == 'corrupt' for a in audit) == step + 2 # at each start as well
     assert server.stop() in (0, -signal.SIGTERM)

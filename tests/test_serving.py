@@ -141,7 +141,12 @@ def test_B71_fields_are_served_or_refused_by_name(http):
                 dict(logit_bias={'999': 1}), dict(presence_penalty=3), dict(response_format={'type': 'xml'}), dict(prompt=[]), dict(prompt=''),
                 dict(prompt=[1, 'a']), dict(prompt=[999]), dict(n=129), dict(top_k=-2), dict(timeout=0), dict(user=3)):
         is_error(ask(http, **bad), 400)
-    assert 'temprature' in is_error(ask(http, temprature=1), 400)['message']
+    said = is_error(ask(http, temprature=1), 400)
+    assert 'temprature' in said['message'] and 'temperature?' in said['message'] and said['param'] == 'temprature'
+    said = is_error(ask(http, stream=True, stream_options=dict(usage=True)), 400)
+    assert 'stream_options' in said['message'] and said['param'] == 'usage'
+    assert is_error(ask(http, model='alpha', n='2'), 400)['param'] == 'n'
+    assert is_error(ask(http, max_tokens=0), 400)['message'].startswith('max_tokens=0;'), 'as the client called it'
     for bad in (dict(tools=[{}]), dict(tool_choice='required'), dict(modalities=['audio']), dict(reasoning_effort='low'), dict(messages=[]),
                 dict(messages=[dict(role='robot', content='x')]), dict(messages=[dict(role='user')]), dict(messages=[dict(role='user', content=3)]),
                 dict(messages=[dict(role='user', content=[dict(type='image_url', image_url='x')])]), dict(messages=['x']),
@@ -382,7 +387,8 @@ def test_B109_no_path_leaves_the_roots(http, files, tmp_path):
     told = {is_error(load(http, 'x', p), 400)['message'].split(' is no ')[1] for p in (
         '../outside', str(outside), f'{root}/../outside', 'beta/../../outside', 'link', str(root), '.', '/etc', '/nowhere', 'a\0b', '\\etc', '%2e%2e/outside', 'y' * 10_000)}
     assert len(told) == 1
-    for name in ('../x', 'a/b', '', 'a.b', 'x' * 129, 'tiny', 'auto', 'base'): is_error(load(http, name, 'beta'), 400)
+    for name in ('../x', 'a/b', '', 'a.b', 'x' * 129, 'tiny', 'auto', 'base'):
+        assert is_error(load(http, name, 'beta'), 400)['param'] == 'lora_name'
     assert load(http, 'x', 'beta').status_code == 200 and unload(http, 'x').status_code == 200
 
 def test_B111_pickles_are_refused_unread(http, files):

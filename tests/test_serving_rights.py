@@ -1,5 +1,6 @@
 """Keys, rates, strict mode, rollouts, the semantic cache and alerts over HTTP: a server of its own with all of them on."""
 import json, threading, time
+from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -11,7 +12,7 @@ from lorajax.peft import save_adapter
 from lorajax.registry import Bounds, manifest_of, signed, write_manifest
 from serving import watch as watch_module
 from serving.guards import read_keys
-from serving.settings import Settings, from_environment
+from serving.settings import Settings, check, from_environment
 from serving.signals import Signals, golden
 from redis_server import RedisServer
 import served
@@ -162,7 +163,7 @@ def test_the_semantic_cache_keeps_answers_apart_by_version_key_and_rules(url, se
     assert 'x-lorajax-cache' not in first.headers and again.headers['x-lorajax-cache'] == 'hit' and again.json()['lorajax']['cached'] is True
     assert again.json()['choices'] == first.json()['choices'] and again.json()['id'] != first.json()['id']
     assert ask_(prompt='How do I cancel the order which I placed yesterday?').headers['x-lorajax-cache'] == 'hit'
-    for other in (dict(model='gamma'), dict(key=SHOP), dict(max_tokens=6), dict(stop=['x']), dict(prompt='What is the capital of Chile?')):
+    for other in (dict(model='gamma'), dict(key=SHOP), dict(max_tokens=6), dict(stop=['x']), dict(prompt='What is the capital of Chile?'), dict(user='somebody else')):
         assert 'x-lorajax-cache' not in ask_(**other).headers, other
     for never in (dict(temperature=1), dict(logprobs=1), dict(n=2, temperature=1)):
         assert 'x-lorajax-cache' not in ask_(**never).headers and 'x-lorajax-cache' not in ask_(**never).headers
@@ -209,6 +210,8 @@ def test_draining_says_so(url, service):
 
 def test_settings_come_from_the_environment_or_are_refused():
     assert from_environment({}) == Settings() and from_environment(dict(LORAJAX_ROWS='3', LORAJAX_STRICT='yes', LORAJAX_CACHE='.9')) == Settings(rows=3, strict=True, cache=.9)
+    for wrong in (dict(rows=0), dict(cache=2.), dict(dtype='float16'), dict(adapters='/nowhere'), dict(trusted='abc')):
+        with pytest.raises(Refused): check(replace(Settings(adapters='.'), **wrong))
     for name, value in (('LORAJAX_ROWS', 'x'), ('LORAJAX_STRICT', 'maybe'), ('LORAJAX_ROWZ', '3')):
         with pytest.raises(Refused, match=name): from_environment({name: value})
 
