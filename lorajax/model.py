@@ -16,7 +16,7 @@ from .core import ModelConfig, module_shapes
 from .images import PageLayout
 from .kernels import PagedGroup, tiles_for
 from .ops import LoraGroup
-from .working_set import GROUPS
+from .working_set import GROUPS, layer_of
 
 # %% auto #0
 __all__ = ['Linear', 'RMSNorm', 'rope_frequencies', 'rotate', 'Segment', 'split_tokens', 'join_tokens', 'Paged', 'WholeRows',
@@ -150,6 +150,9 @@ def _lora_terms(group, segments, slots, product, layer):
     return terms
 
 # %% ../nbs/09_model.ipynb #0b30e94b
+def _but_weights(operation, *_, **__): # whether a backward pass keeps its result; a layer's weights are cut out again
+    return operation.name not in ('dynamic_slice', 'squeeze')
+
 class Decoder(nnx.Module):
     "A Llama-family decoder: tokens in, states out, and logits of the states that are wanted."
     def __init__(self, c:ModelConfig, w): # w: what each module is made of, by name, see `pack`
@@ -203,29 +206,28 @@ class Decoder(nnx.Module):
     def _layers(self, x, rope, segments, memory, groups, backend, product, remat):
         graph, layers = nnx.split(self.layers)
         paged = {g: groups[g] for g in GROUPS if isinstance(groups.get(g), PagedGroup)}
-        stacked = {g: dict(a=groups[g].a, bs=groups[g].bs, scale=groups[g].scale) for g in GROUPS
-                   if g in groups and g not in paged}
         any_paged = next(iter(paged.values()), None)
         slots = [tiles_for(s.slots, s.tokens.shape[1], any_paged) if any_paged else s.slots for s in segments]
         windows = jnp.array([self.c.window(i) for i in range(self.c.n_layers)], jnp.int32)
         def body(carry, xs):
             x, memory = carry
-            i, window, weights, rows = xs
+            i, window = xs
             def attend(*qkv):
                 nonlocal memory
                 parts = [(s, *own) for s,*own in zip(segments, *(split_tokens(m, segments) for m in qkv))]
                 for s,_,k,v in parts: memory = memory.write(i, s, k, v)
                 return join_tokens([memory.attend(i, window, *part, backend) for part in parts])
             def group(name):
-                if name in rows: return replace(groups[name], **rows[name])
-                if name not in paged: return None
+                if name not in groups: return None
+                if name not in paged: return layer_of(groups[name], i)
                 return paged[name].at(i, memory.words if isinstance(memory, Paged) else paged[name].words)
-            layer, lora = nnx.merge(graph, weights), _lora_terms(group, segments, slots, product, i)
+            layer = nnx.merge(graph, jax.tree.map(lambda w: w[i], layers))
+            lora = _lora_terms(group, segments, slots, product, i)
             x += layer.attention(x, attend, rope, lora)
             x += layer.mlp(x, lora)
             return (x, memory), None
-        body = jax.checkpoint(body) if remat else body
-        return jax.lax.scan(body, (x, memory), (jnp.arange(self.c.n_layers), windows, layers, stacked))[0]
+        body = jax.checkpoint(body, policy=None if remat else _but_weights)
+        return jax.lax.scan(body, (x, memory), (jnp.arange(self.c.n_layers), windows))[0]
 
 # %% ../nbs/09_model.ipynb #76cf7351
 def _joined(c): # (module, part) -> the tensors of a layer that lie one after another in it

@@ -18,7 +18,9 @@ import jax, jax.numpy as jnp, numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'gpu'))
 import lorajax.kernels as kernels
+from lorajax.hopper import lora_hopper
 from lorajax.kernels import PagedGroup, blocks_for, device, lora_pallas, paged_lora, token_tiles
+from lorajax.ops import BACKENDS
 from shapes import QKV, SMALL, TABLE
 
 RANK, CACHE = 16, 256 << 20 # rank of every adapter; bytes of adapters that no cache holds
@@ -88,6 +90,13 @@ def pallas(load, d, blocks, interpret):
     tiles = token_tiles(d.slots, 1, load.adapters + 1, blocks.tokens)
     return lambda x, i: paged_lora(x, d.pages.at(i, d.pages.words), tiles, blocks, interpret)
 
+def hopper(load, d, _, interpret):
+    by_row = lambda x: x.reshape(load.rows, load.tokens, -1)
+    def f(x, i):
+        ys = lora_hopper(by_row(x), d.pages.at(i, d.pages.words), by_row(d.slots)[:, 0, 0], interpret=interpret)
+        return tuple(y.reshape(load.T, -1) for y in ys)
+    return f
+
 def each_module(d, one): return lambda x, i: tuple(one(x, a[i], b[i]) for a,b in zip(d.a, d.b))
 
 def gather(load, d, *_):
@@ -114,7 +123,14 @@ def ragged_dot(load, d, *_):
 def merged(load, d, *_): # the base's product with one adapter in its weights: what a step costs without LoRA terms
     return lambda x, i: tuple(jnp.dot(x, w, preferred_element_type=jnp.float32) for w in d.weights)
 
-METHODS = dict(pallas=pallas, gather=gather, one_hot=one_hot, ragged_dot=ragged_dot, merged=merged)
+METHODS = dict(pallas=pallas, gather=gather, one_hot=one_hot, ragged_dot=ragged_dot, merged=merged, hopper=hopper)
+
+def hopper_can(x, pages, slots): # [B, S, in], [B]
+    return BACKENDS['lora']['hopper'].why_not(x, pages, slots) is None
+
+def methods(load, d):
+    if hopper_can(d.x.reshape(load.rows, load.tokens, -1), d.pages, d.slots[::load.tokens]): return METHODS
+    return {name: method for name,method in METHODS.items() if name != 'hopper'}
 
 def over_layers(f, layers):
     "All layers' products in one program, each waiting for the one before."
@@ -137,13 +153,14 @@ def seconds(run, *args, least=5):
 
 def parity(cases, interpret, pool):
     "The kernels' errors; stops the run if one is too large."
-    run = partial(lora_pallas, interpret=interpret)
-    programs = pool.map(lambda c: jax.jit(run).lower(c.x, c.group, c.slots).compile(), cases)
-    for c, program in zip(cases, programs):
+    todo = [('pallas', partial(lora_pallas, interpret=interpret), c) for c in cases]
+    todo += [('hopper', lora_hopper, c) for c in cases if hopper_can(c.x, c.group, c.slots)]
+    programs = pool.map(lambda one: jax.jit(one[1]).lower(one[2].x, one[2].group, one[2].slots).compile(), todo)
+    for (kernel, _, c), program in zip(todo, programs):
         error = c.error(program(c.x, c.group, c.slots))
-        print(f'  {error:.1e}  {c.name}', flush=True)
-        if not error < c.tolerance: sys.exit(f'wrong by {error}, allowed are {c.tolerance}; nothing is timed')
-        yield dict(case=c.name, error=error)
+        print(f'  {error:.1e}  {kernel} {c.name}', flush=True)
+        if not error < c.tolerance: sys.exit(f'{kernel} is wrong by {error}, allowed are {c.tolerance}; nothing is timed')
+        yield dict(kernel=kernel, case=c.name, error=error)
 
 def copy_bandwidth(nbytes):
     "Bytes a second, read plus written."
@@ -163,12 +180,12 @@ def timed(loads, bandwidth, interpret, pool, deadline):
             yield asdict(load) | dict(left_out=True)
             continue
         d, blocks = make(load), blocks_for(load.path, 'bfloat16')
-        runs = {name: over_layers(method(load, d, blocks, interpret), load.layers) for name,method in METHODS.items()}
+        runs = {name: over_layers(method(load, d, blocks, interpret), load.layers) for name,method in methods(load, d).items()}
         compiled = dict(zip(runs, pool.map(lambda run: run.lower(d.x).compile(), runs.values())))
         us = {name: seconds(run, d.x) / load.layers * 1e6 for name,run in compiled.items()}
         found = row(load, us, bandwidth)
         print(f'  {load.rows:>7} x {load.tokens:<4}{load.adapters:>9}{found["floor_us"]:>9.1f}' +
-              ''.join(f'{t:>11.1f}' for t in us.values()) + f'   {found["share_of_floor"]:.0%}', flush=True)
+              ''.join(f'{us[m]:>11.1f}' if m in us else f'{"-":>11}' for m in METHODS) + f'   {found["share_of_floor"]:.0%}', flush=True)
         yield found
 
 def swaps(nbytes, times):

@@ -10,6 +10,7 @@ import psutil
 from quiet import bandwidth, machine, median, quiet, take_turns
 
 ROWS, PROMPT, NEW, RANK = 8, 64, 64, 16
+PRODUCTS = 'products alone'
 LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 
 def prompts():
@@ -35,8 +36,28 @@ def ours(adapter_folders):
     cases = {'lorajax base': ({}, [0] * ROWS), 'lorajax mixed': (groups, list(range(1, ROWS + 1)))}
     for case in cases.values(): once(*case), once(*case)
     size = lambda groups: base.nbytes + sum(x.nbytes for x in jax.tree.leaves(groups))
-    things = {name: (lambda case=case: once(*case)) for name,case in cases.items()}
+    things = {name: (lambda case=case: once(*case)) for name,case in cases.items()} | {PRODUCTS: products(base)}
     return things, {name: size(groups) for name,(groups,_) in cases.items()}
+
+def products(base):
+    "A decode step's products with the base's weights and nothing else: what XLA leaves of the memory's speed."
+    import jax, jax.numpy as jnp
+    from lorajax.ops import dot
+    layers = base.decoder.layers
+    stacks, head = [m.weight[...] for m in (layers.qkv, layers.o, layers.gate_up, layers.down)], base.decoder.embed[...]
+    @jax.jit
+    def step(x, stacks, head):
+        def layer(x, i):
+            for w in stacks: x = dot(x[:, :w.shape[2]], w[i]).astype(base.dtype)
+            return x, None
+        return dot(jax.lax.scan(layer, x, jnp.arange(len(stacks[0])))[0], head)
+    x = jnp.ones((ROWS, base.config.width), base.dtype)
+    def once():
+        start = time.perf_counter()
+        for _ in range(NEW - 1): step(x, stacks, head).block_until_ready()
+        return dict(total=time.perf_counter() - start)
+    once()
+    return once
 
 def peft_worker(pipe, adapter_folders):
     "transformers + PEFT in a process of its own, so that neither engine's threads disturb the other."
@@ -114,6 +135,7 @@ def main():
     heads = ('prefill', 'decode', 'all new', 'ms/step', 'MB/step', 'of read limit', 'of copy limit', 'undisturbed')
     print(f'{"tokens/s":16}' + ''.join(f'{h:>15}' for h in heads))
     for name,r in runs.items():
+        if name == PRODUCTS: continue
         cells = ['', '', f'{ROWS * NEW / median(r, "total"):.0f}'] + [''] * 4 + [f'{len(quiet(r))} of {len(r)}']
         if name in weights:
             step = median(r, 'decode') / (NEW - 1)
@@ -121,9 +143,12 @@ def main():
             shares = (f'{weights[name] / speed[k] / step:.2f}' for k in speed)
             cells[3:7] = f'{step * 1e3:.1f}', f'{weights[name] / 1e6:.0f}', *shares
         print(f'{name:16}' + ''.join(f'{c:>15}' for c in cells))
+    alone, step = (median(runs[name], key) / (NEW - 1) for name,key in ((PRODUCTS, 'total'), ('lorajax base', 'decode')))
+    print(f'\nXLA\'s products alone: {alone * 1e3:.1f} ms, {weights["lorajax base"] / speed["read"] / alone:.2f} of read limit; '
+          f'they are {alone / step:.0%} of the base\'s step')
     ratio = lambda a, b, key: median(runs[b], key) / median(runs[a], key)
     decode, total = (ratio('lorajax mixed', 'lorajax base', key) for key in ('decode', 'total'))
-    print(f'\nmixed / base: decode {decode:.2f}, all {total:.2f}')
+    print(f'mixed / base: decode {decode:.2f}, all {total:.2f}')
     if not args.no_peft: print(f'lorajax mixed / PEFT mixed: {ratio("lorajax mixed", "PEFT mixed", "total"):.1f}')
     record = dict(machine=platform.platform(), jax=jax.__version__, bandwidth=speed, runs=runs)
     if args.json: args.json.write_text(json.dumps(record, indent=1) + '\n')

@@ -21,3 +21,10 @@ def test_methods_agree():
           for name in ('pallas', 'gather', 'one_hot', 'ragged_dot')}
     for name, own in ys.items():
         for y, z in zip(own, ys['gather']): assert abs(y - z).max() < 2e-2 * abs(z).max(), name
+
+def test_hopper_agrees():
+    load = gpu.Load(2, 64, 2, 128, (64, 128), 2)
+    d = gpu.make(load)
+    ys, zs = (gpu.METHODS[name](load, d, None, True)(d.x, gpu.jnp.int32(1)) for name in ('hopper', 'gather'))
+    for y, z in zip(ys, zs): assert abs(y - z).max() < 2e-2 * abs(z).max()
+    assert 'hopper' not in gpu.methods(load, d) # on a CPU
