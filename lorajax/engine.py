@@ -19,7 +19,7 @@ from .constraints import Constraint
 from .core import Refused, Sampling, check_token_ids, choices, quoted
 from .images import RANK_BLOCK, pieces_of
 from .kv import KV, Hits
-from .ops import check_backend
+from .ops import TRACED, check_backend
 from .plan import Limits, Plan, Request, Sequence as Running
 from .scheduler import Scheduler, check_possible
 from .step import Draw, Runner, StepRow, blocks_of, page_layout, rank_blocks, step_shapes
@@ -166,7 +166,9 @@ class Names:
         with self._lock:
             self.kept[version] -= 1
             assert self.kept[version] >= 0, f'{version} was released more often than kept'
-            if not self.kept[version]: last()
+            if not self.kept[version]:
+                del self.kept[version]
+                last()
 
     def resolve(self, name:str|None) -> Named|None: # its version is kept until `release`; None is the base
         "What a request's word means."
@@ -199,6 +201,7 @@ class Stats:
     resident: tuple[str, ...] # versions on the device
     pages: Mapping[str, int] # 'free', and held by tenant
     swaps: int # copies of a version to the device
+    ran: tuple[str, ...] # operations and the implementations that this process's programs took in, as 'lora=xla'
 
 # %% ../nbs/15_engine.ipynb #10bcfd14
 def _patience(sched:Scheduler) -> float|None: # seconds to wait for news; None for ever
@@ -568,7 +571,8 @@ def _stats(engine) -> Stats: # on the engine's thread
     held = dict(pages.held) | dict(free=pages.free)
     return Stats(len(sched.running), len(sched.waiting), sched.steps, engine.prompt_tokens, engine.generated_tokens,
                  engine.preemptions, dict(engine.kv.hits),
-                 {n: named.version for n,named in engine.names.known.items()}, tuple(r.tables), held, r.swaps)
+                 {n: named.version for n,named in engine.names.known.items()}, tuple(r.tables), held, r.swaps,
+                 tuple(sorted(map('='.join, TRACED))))
 
 # %% ../nbs/15_engine.ipynb #caf86984
 def stream(

@@ -163,13 +163,16 @@ class KV:
         left:Callable[[list[Hashable]], object]=lambda keys: None, # told which keys were evicted for a new block
     ):
         self.pages, self.block, self.seconds, self.left, self._serial = pages, block, seconds, left, count()
-        self.hits: dict[str | None, Hits] = defaultdict(Hits) # by the request's version
+        self.hits: dict[str | None, Hits] = defaultdict(Hits) # by the request's version; under 'gone', of forgotten ones
 
     total = property(lambda self: sum(self.hits.values(), Hits()), doc='The hits of all versions.')
     def blocks(self, n:int) -> int: return -(-n // self.block) # that n tokens take
     def check(self, tables:Iterable[Table]=()): _check(self, list(tables)) # tables: all that are open
     def open(self, prefix:Prefix) -> Table: return _open(self, prefix) # with what was found, and no pages of its own
-    def forget(self, version:str): _forget(self, version) # gives back the idle pages of its bucket
+    def forget(self, version:str): # gives back the idle pages of its bucket
+        if version in self.hits: self.hits['gone'] += self.hits.pop(version)
+        _forget(self, version)
+
     def close(self, table:Table): _close(self, table) # ends a sequence's use of its pages
 
     def find(self,

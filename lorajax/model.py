@@ -209,24 +209,23 @@ class Decoder(nnx.Module):
         any_paged = next(iter(paged.values()), None)
         slots = [tiles_for(s.slots, s.tokens.shape[1], any_paged) if any_paged else s.slots for s in segments]
         windows = jnp.array([self.c.window(i) for i in range(self.c.n_layers)], jnp.int32)
-        def body(carry, xs):
-            x, memory = carry
-            i, window = xs
+        @partial(jax.checkpoint, policy=None if remat else _but_weights)
+        def layer(x, memory, i, window, rows):
             def attend(*qkv):
                 nonlocal memory
                 parts = [(s, *own) for s,*own in zip(segments, *(split_tokens(m, segments) for m in qkv))]
                 for s,_,k,v in parts: memory = memory.write(i, s, k, v)
                 return join_tokens([memory.attend(i, window, *part, backend) for part in parts])
             def group(name):
-                if name not in groups: return None
-                if name not in paged: return layer_of(groups[name], i)
+                if name not in paged: return rows.get(name)
                 return paged[name].at(i, memory.words if isinstance(memory, Paged) else paged[name].words)
-            layer = nnx.merge(graph, jax.tree.map(lambda w: w[i], layers))
+            modules = nnx.merge(graph, jax.tree.map(lambda w: w[i], layers))
             lora = _lora_terms(group, segments, slots, product, i)
-            x += layer.attention(x, attend, rope, lora)
-            x += layer.mlp(x, lora)
-            return (x, memory), None
-        body = jax.checkpoint(body, policy=None if remat else _but_weights)
+            x += modules.attention(x, attend, rope, lora)
+            return x + modules.mlp(x, lora), memory
+        def body(carry, numbers):
+            rows = {g: layer_of(groups[g], numbers[0]) for g in GROUPS if g in groups and g not in paged}
+            return layer(*carry, *numbers, rows), None
         return jax.lax.scan(body, (x, memory), (jnp.arange(self.c.n_layers), windows))[0]
 
 # %% ../nbs/09_model.ipynb #76cf7351

@@ -162,15 +162,18 @@ def _one_token(x, g, slots):
     if x.shape[1] != 1: return f'there are {x.shape[1]} tokens a row; this form takes one'
     return _same_dtype(x, g, slots)
 
+def _slot_of_each(slots): return slots.rows if isinstance(slots, TokenTiles) else slots # [B]
+
 def _on_rows(run):
     "`run`, with rank rows in one piece and a slot for each row, whatever comes."
-    rows = lambda slots: slots.rows if isinstance(slots, TokenTiles) else slots
-    return lambda x, g, slots: run(x, in_one_piece(g, x.shape[2]), rows(slots))
+    return lambda x, g, slots: run(x, in_one_piece(g, x.shape[2]), _slot_of_each(slots))
+
+def _hopper(x, g, slots): return lora_hopper(x, g, _slot_of_each(slots))
 
 BACKENDS = {
     'lora': {'pallas': Backend(lora_pallas, _on_cuda),
              'pallas-interpret': Backend(partial(lora_pallas, interpret=True), _paged, by_name=True),
-             'hopper': Backend(lora_hopper, _on_hopper, by_name=True), # int8 slots would give NaN, and it can't see them
+             'hopper': Backend(_hopper, _on_hopper, by_name=True), # int8 slots would give NaN, and it can't see them
              'xla-decode': Backend(_on_rows(lora_xla_decode), _one_token),
              'xla': Backend(_on_rows(lora_xla), _same_dtype),
              'ref': Backend(_on_rows(lora_each), _can)},
@@ -189,19 +192,19 @@ def asked_for(
     "The same, or what `LORAJAX_BACKEND` says. It belongs into the key of a program, which is traced once for each."
     return backend or os.environ.get('LORAJAX_BACKEND') or None
 
-def _named(op, asked): # the name for one operation, or None
+def _named(op, asked): # the names for one operation, or ()
     parts = dict(part.split('=', 1) if '=' in part else ('every', part) for part in (asked or '').split(',') if part)
     if unknown := parts.keys() - BACKENDS.keys() - {'every'}:
         raise Refused(f'backend {quoted(asked)} names an operation {min(unknown)!r}; there are {", ".join(BACKENDS)}')
-    return parts.get(op, parts.get('every'))
+    return tuple(filter(None, parts.get(op, parts.get('every', '')).split('|')))
 
 def check_backend(
     asked:str|None, # for a whole model
 ):
     "Refuses a backend that can't serve every product of a model, before anything runs."
     for op, table in BACKENDS.items():
-        if (name := _named(op, asked)) not in (None, *table):
-            raise Refused(f'there is no backend {name!r} for a whole model; choose xla or ref, or leave it out')
+        if unknown := set(_named(op, asked)) - table.keys():
+            raise Refused(f'there is no backend {min(unknown)!r} for a whole model; choose xla or ref, or leave it out')
 
 def choose(
     op:str, # a key of `BACKENDS`
@@ -210,10 +213,10 @@ def choose(
 ) -> str: # the name of the implementation that will run
     "The implementation for these arrays; raises `Refused` with the reason when it can't be the one asked for."
     table, asked = BACKENDS[op], _named(op, asked_for(backend))
-    if asked is not None and asked not in table:
-        raise Refused(f'there is no backend {asked!r} for {op}; choose one of {", ".join(table)}')
+    if unknown := set(asked) - table.keys():
+        raise Refused(f'there is no backend {min(unknown)!r} for {op}; choose one of {", ".join(table)}')
     reasons = {}
-    for name in ([asked] if asked else (n for n,b in table.items() if not b.by_name)):
+    for name in asked or (n for n,b in table.items() if not b.by_name):
         if (reason := table[name].why_not(*arrays)) is None: return name
         reasons[name] = reason
     raise Refused(f'no backend for {op}: ' + '; '.join(f'{n}: {r}' for n,r in reasons.items()))

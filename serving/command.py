@@ -59,7 +59,9 @@ def serve(
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
     made = app.create_app(settings, bar)
     print(f'lorajax: loading {settings.model}; the first start also compiles, which takes a minute or two', file=sys.stderr)
-    made.on_startup.append(lambda: print(f'lorajax: http://{host}:{port} answers (Ctrl-C stops)', file=sys.stderr))
+    def ready(app):
+        print(f'lorajax: http://{host}:{port} answers (Ctrl-C stops); {", ".join(app.state.service.stats.ran)}', file=sys.stderr)
+    made.on_startup.append(ready)
     uvicorn.run(made, host=host, port=port, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=30)
 
 def run(arguments:list[str]):

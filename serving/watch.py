@@ -110,7 +110,9 @@ def adapter_rows(service:Service, key:Key) -> list[dict]:
         version = fleet.current.names[name]
         entry, hits = fleet.entries.get(version), service.stats.hits.get(version)
         if entry is None: continue # it was removed this moment
-        def called(v): return named.get(v) or f'{fleet.entries[v].name} {v[:8]}' # the version of a name that moved on
+        def called(v): # a version whose name moved on goes by both
+            part = fleet.entries.get(v)
+            return named.get(v) or (f'{part.name} {v[:8]}' if part else v[:16])
         rows.append(dict(
             name=name, version=version, state=state_of(service, version), reason=public(fleet.broken.get(version, '')),
             source=Path(entry.source).name, parts={called(p.version): p.weight for p in entry.parts},

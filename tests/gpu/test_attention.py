@@ -56,7 +56,7 @@ def arch(request):
     return request.param
 
 @pytest.mark.parametrize('H, K, C', [(9, 3, 64), (32, 8, 128), (32, 4, 80), (64, 8, 128)])
-def test_machine_code(H, K, C, dtype, arch, record_property):
+def test_machine_code(H, K, C, dtype, arch, capsys):
     def attend(q, words, layer, tables, positions, window):
         return attend_paged_pallas(q, PagedKV(words, layer, tables, 16, K, C), positions, window)
     B, word = 8, dict(bfloat16=jnp.uint16, float32=jnp.uint32)[dtype]
@@ -65,7 +65,7 @@ def test_machine_code(H, K, C, dtype, arch, record_property):
                   ints(B, 1), ints(), arch=arch)
     for name in ('attend_walk', 'attend_join'):
         kernel = program.kernel(name)
-        record_property(f'registers of {name}', kernel.registers)
+        with capsys.disabled(): print(f'\n{arch} {name} {H}/{K} heads of {C} {dtype}: {kernel.registers} registers a thread', end=' ')
         assert kernel.spills == kernel.stack == 0
     walk = program.kernel('attend_walk')
     assert walk.uses('LDGSTS') # pages are copied to shared memory while others are worked on

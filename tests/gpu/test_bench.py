@@ -28,3 +28,4 @@ def test_hopper_agrees():
     ys, zs = (gpu.METHODS[name](load, d, None, True)(d.x, gpu.jnp.int32(1)) for name in ('hopper', 'gather'))
     for y, z in zip(ys, zs): assert abs(y - z).max() < 2e-2 * abs(z).max()
     assert 'hopper' not in gpu.methods(load, d) # on a CPU
+    assert gpu.agree(load, d, ['pallas'], gpu.blocks_for(load.path, 'bfloat16'), True)['pallas'] < 2e-2

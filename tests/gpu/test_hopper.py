@@ -1,9 +1,11 @@
 """The Mosaic GPU product: simulated with a look-out for races, and its machine code for an H200; both too slow for cells."""
 from dataclasses import replace
+from functools import partial
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np, pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
 from lorajax.hopper import SIDE, STAGES, lora_hopper, not_on_hopper
-from lorajax.kernels import page_group, paged_rows
+from lorajax import ops
+from lorajax.kernels import page_group, paged_rows, tiles_for
 from deviceless import needs_plugin
 from ladder import aot, assemble
 
@@ -39,6 +41,12 @@ def test_terms(simulated):
         close(y[0], x[0], rows, slot=2)
         assert not y[1].any()
 
+def test_the_operation_takes_a_model_s_token_tiles(simulated, monkeypatch):
+    g, x, slots, ys = simulated
+    monkeypatch.setattr(ops, 'lora_hopper', partial(lora_hopper, interpret=True))
+    run = ops.BACKENDS['lora']['hopper'].run
+    for y, z in zip(run(x[:1], g, tiles_for(slots[:1], x.shape[1], g)), ys): np.testing.assert_array_equal(y, z[:1])
+
 def test_no_races(simulated): assert not simulator.get_races().races_found
 
 def test_int8_is_seen(simulated):
@@ -64,7 +72,7 @@ def test_reasons(ranks, S, reason):
     assert found is None if reason is None else reason in found
     assert 'float32' in not_on_hopper(x.astype(jnp.float32), g, None)
 
-def test_machine_code(tmp_path, monkeypatch, record_property):
+def test_machine_code(tmp_path, monkeypatch, capsys):
     needs_plugin()
     monkeypatch.setenv('MOSAIC_GPU_DUMP_TO', str(tmp_path))
     monkeypatch.setenv('MOSAIC_GPU_DUMP_PTX', '1')
@@ -77,6 +85,6 @@ def test_machine_code(tmp_path, monkeypatch, record_property):
     assert len(files) == 2
     for ptx in files:
         [kernel] = assemble(ptx, 'sm_90a').values()
-        record_property(f'registers of {ptx.stem}', kernel.registers)
+        with capsys.disabled(): print(f'\nsm_90a hopper {ptx.stem}: {kernel.registers} registers a thread', end=' ')
         assert kernel.spills == kernel.stack == 0
         assert kernel.uses('HGMMA') and kernel.uses('UTMALDG') and kernel.uses('UTMASTG')
