@@ -154,6 +154,42 @@ def test_B33_B35_versions_never_share_a_prefix(checked):
     hits = engine.stats().hits
     assert all(h.found == 1 for h in hits.values()) and len(hits) == 4, 'each found its own block, the second time'
 
+def test_B43_preempted_answers_are_those_of_a_run_alone(checked):
+    "Room for two of three growing sequences, under a, b, a; greedy ones and seeded ones; tokens, text and counts."
+    adapters = {n: random_adapter(M0, n, 8, LINEARS, seed=i, std=.3) for i,n in enumerate('ab')}
+    engine = checked(replace(SMALL, chunks=((1, 8),), memory=144 << 10))
+    for adapter in adapters.values(): engine.load(adapter)
+    for temperature in (0., 1.):
+        asked = [([9, 8, 7 + i, 6, 5, 4], n, Sampling(max_new_tokens=140, ignore_eos=True, temperature=temperature, seed=i))
+                 for i,n in enumerate('aba')]
+        calm = engine.stats().preemptions
+        alone = [generate(engine, [ids], [name], rules)[0][0] for ids,name,rules in asked]
+        before = engine.stats()
+        assert before.preemptions == calm
+        streams = [engine.submit(*one) for one in asked]
+        events = [list(s) for s in streams]
+        now = engine.stats()
+        assert now.preemptions > before.preemptions and now.generated_tokens - before.generated_tokens == 3 * 140
+        for got, want in zip(events, alone):
+            assert [e.scored.token for e in got] == tokens(want) and ''.join(e.text for e in got) == want.text
+    assert len({tuple(tokens(c)) for c in alone}) == 3
+
+def test_B39_two_adapters_in_quick_turns_over_pages_that_are_used_again(checked):
+    "Long prompts of one opening are read in chunks under a and b, while short requests take turns and some are cancelled."
+    adapters = {n: random_adapter(M0, n, 8, LINEARS, seed=i, std=.3) for i,n in enumerate('ab')}
+    engine, rng = checked(replace(SMALL, chunks=((1, 8),), memory=144 << 10)), random.Random(1)
+    for adapter in adapters.values(): engine.load(adapter)
+    opening, done = [rng.randrange(256) for _ in range(80)], Counter()
+    for i in range(10):
+        anchors = [(n, opening + [i, ord(n)], engine.submit(opening + [i, ord(n)], n, GREEDY)) for n in 'ab']
+        short = [('ab'[k % 2], [k, 3], engine.submit([k, 3], 'ab'[k % 2], GREEDY)) for k in range(12)]
+        for k in (3, 8): short[k][2].cancel()
+        for name, ids, running in (*anchors, *short):
+            got, want = [e.scored.token for e in running if e.scored], cold(adapters[name], ids, 8)
+            assert got == want[:len(got)]
+            done[len(got)] += 1
+    assert done[8] >= 10 * 12, 'all but the cancelled ones'
+
 def test_an_activated_adapter_shares_the_base_prefix(checked):
     engine, ids = checked(), [*range(50, 66), 7, 9, 1]
     active = fleet()[-3]
