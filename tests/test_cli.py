@@ -10,8 +10,8 @@ from lorajax.peft import save_adapter
 
 ROOT = Path(__file__).resolve().parents[1]
 
-def lorajax(*args, stdin=''):
-    env = os.environ | {'COLUMNS': '100', 'TERM': 'dumb', 'JAX_PLATFORMS': 'cpu'}
+def lorajax(*args, stdin='', **more):
+    env = os.environ | {'COLUMNS': '100', 'TERM': 'dumb', 'JAX_PLATFORMS': 'cpu'} | more
     command = [str(Path(sys.executable).parent / 'lorajax'), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, input=stdin, env=env)
 
@@ -48,6 +48,14 @@ def test_help_reads_well():
     options = ('--model', '--adapter', '--use', '--prompt', '--temperature', '--seed', '--json')
     for option in options: assert option in out
     assert __version__ in lorajax('--version').stdout
+
+def test_the_next_process_finds_every_compiled_program(files, tmp_path):
+    own = dict(HOME=str(tmp_path), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+    said, kept = [], []
+    for _ in range(2):
+        said.append(generate(files, '-p', 'same', '-u', 'red', **own).stdout)
+        kept.append({p.name for p in (tmp_path / '.cache/lorajax/xla').glob('*-cache')})
+    assert said[0] and said[0] == said[1] and len(kept[0]) > 3 and kept[0] == kept[1]
 
 def test_generate_answers_each_prompt_with_its_adapter(files):
     done = generate(files, '-p', 'same', '-p', 'same', '-p', 'same', '-u', 'red', '-u', 'base', '-u', 'blue', '--json')

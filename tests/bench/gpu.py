@@ -1,9 +1,10 @@
 """The LoRA kernels on a GPU: first whether they are right, then how long they take and beside what.
 
 One run of at most five minutes; `make gpu-bench` starts it with the Python that has JAX with CUDA. It needs jax and NumPy
-only, and safetensors for the swap's part. Times are of one product (q, k and v of Llama 3.1 8B, rank 16, bfloat16)
-inside a scan over as many layers' adapters as don't fit into the GPU's cache. The floor is the bytes that must move,
-over this device's own copy bandwidth. What the time limit left out is said.
+only, and safetensors for the swap's part. Times are of one product (q, k and v of Llama 3.1 8B, rank 16, bfloat16), or of
+one layer's attention, inside a scan over as many layers as don't fit into the GPU's cache; the shapes are those of
+tests/gpu/shapes.py. The floor is the bytes that must move, over this device's own copy bandwidth. What the time limit
+left out is said.
 --json FILE keeps the figures; --tune tries block sizes and keeps the best for this device in lorajax/kernel_blocks.json;
 --dry runs all of it on tiny shapes in interpret mode, on a CPU: its times mean nothing.
 """
@@ -16,48 +17,19 @@ from itertools import product
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'gpu'))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / 'gpu'), str(TESTS)]
 import lorajax.kernels as kernels
+from lorajax.attention import PagedKV, attend_paged_pallas, attend_paged_xla
 from lorajax.hopper import lora_hopper
 from lorajax.kernels import PagedGroup, blocks_for, device, lora_pallas, paged_lora, token_tiles
 from lorajax.ops import BACKENDS
-from shapes import QKV, SMALL, TABLE
+from paged import EVERYTHING, Pages
+from shapes import ATTENTION, ATTENTION_LOADS, LENGTHS, LOADS, RANK, SMALL, SMOLLM2, TABLE, AttentionLoad, Load
 
-RANK, CACHE = 16, 256 << 20 # rank of every adapter; bytes of adapters that no cache holds
+DRY, DRY_ATTENTION = [Load(2, 1, 2, 64, (64,), 2), Load(2, 5, 1, 64, (64,), 2)], [AttentionLoad(3, 40, 4, 2, 16, 8, 2)]
 
-@dataclass(frozen=True)
-class Load:
-    "What is timed: so many tokens, in rows of `tokens`, over so many adapters."
-    rows: int
-    tokens: int
-    adapters: int
-    n_in: int = 4096
-    outs: tuple[int, ...] = QKV[4096]
-    most_layers: int = 256
-
-    @property
-    def path(self): return 'decode' if self.tokens == 1 else 'prefill'
-    @property
-    def T(self): return self.rows * self.tokens
-    @property
-    def adapter_bytes(self): return RANK * sum(self.n_in + out for out in self.outs) * 2
-    @property
-    def layers(self): return int(np.clip(CACHE // (self.adapter_bytes * self.adapters), 1, self.most_layers))
-    @property
-    def base_layers(self): return int(np.clip(CACHE // (self.n_in * sum(self.outs) * 2), 1, self.most_layers))
-    @property
-    def trips(self): return max(self.layers, min(64, self.most_layers)) # of the scan: a call's own cost must not show
-    @property
-    def used(self): return min(self.rows, self.adapters)
-    @property
-    def floor_bytes(self): # the adapters in use, activations in, float32 terms out
-        return self.used * self.adapter_bytes + self.T * (self.n_in * 2 + sum(self.outs) * 4)
-
-LOADS = [Load(r, 1, a) for r,a in product((1, 8, 64, 256), (1, 8, 64, 256)) if a <= r]
-LOADS += [Load(*rows, a) for rows,a in product([(4, 128), (8, 512)], (1, 8)) if a <= rows[0]]
-DRY = [Load(2, 1, 2, 64, (64,), 2), Load(2, 5, 1, 64, (64,), 2)]
-
-# What is timed
+# The products that are timed
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -214,26 +186,82 @@ def timed(loads, bandwidth, interpret, pool, deadline):
               ''.join(f'{us[m]:>11.1f}' if m in us else f'{"-":>11}' for m in METHODS) + f'   {found["share_of_floor"]:.0%}', flush=True)
         yield found
 
+# Attention
+
+def make_attention(load):
+    "Queries, and the arena's words and tables: every row's pages are anywhere; all numbers are random."
+    keys, n = jax.random.split(jax.random.key(0), 3), -(-load.length // load.block)
+    q = jax.random.normal(keys[0], (load.rows, 1, load.heads, load.channels), jnp.bfloat16)
+    page = load.layers * 2 * load.block * load.kv_heads * load.channels
+    words = jax.random.normal(keys[1], (load.rows * n + 1, page), jnp.bfloat16)
+    tables = 1 + jax.random.permutation(keys[2], load.rows * n).astype(jnp.int32).reshape(load.rows, n)
+    return q, jax.lax.bitcast_convert_type(words, jnp.uint16), tables
+
+def attention_over_layers(load, attend):
+    "The attention of many layers in one program."
+    positions = jnp.full((load.rows, 1), load.length - 1, jnp.int32)
+    def run(q, words, tables):
+        def layer(q, i):
+            kv = PagedKV(words, i, tables, load.block, load.kv_heads, load.channels)
+            y = jax.lax.optimization_barrier(attend(q, kv, positions, jnp.int32(EVERYTHING)))
+            return q + (y * 1e-30).astype(q.dtype), y[0, 0, 0, 0]
+        return jax.lax.scan(layer, q, jnp.arange(load.trips, dtype=jnp.int32) % load.layers)[0]
+    return jax.jit(run)
+
+ATTENDS = dict(pallas=attend_paged_pallas, xla=attend_paged_xla)
+
+def attention_parity(shapes, interpret):
+    "The kernel's errors against float64 NumPy; stops the run if one is too large."
+    for (H, K, C, block, window), (dtype, allowed) in product(shapes, [('bfloat16', 2e-2), ('float32', 3e-6)]):
+        pages = Pages(LENGTHS, block, K, C, dtype=dtype)
+        q, positions = pages.queries(1, H), np.array(LENGTHS, np.int32)[:, None] - 1
+        y = attend_paged_pallas(jnp.asarray(q), pages.kv, jnp.asarray(positions), jnp.int32(window), interpret=interpret)
+        error, case = float(abs(np.asarray(y) - pages.wanted(q, positions, window)).max()), f'{H}/{K} heads of {C}, pages of {block}'
+        print(f'  {error:.1e}  attention {case}, window {window}, {dtype}', flush=True)
+        if not error < allowed: sys.exit(f'attention is wrong by {error}, allowed are {allowed}; nothing is timed')
+        yield dict(kernel='attention', case=f'{case} {window} {dtype}', error=error)
+
+def attention_timed(loads, bandwidth, interpret, deadline):
+    print(f'  {"rows x positions":>18}{"floor":>9}' + ''.join(f'{m:>11}' for m in ATTENDS) + '   us; floor/pallas')
+    for load in loads:
+        if time.perf_counter() > deadline:
+            print(f'  {load.rows:>9} x {load.length:<6}  left out: no time', flush=True)
+            yield asdict(load) | dict(left_out=True)
+            continue
+        data, attends = make_attention(load), ATTENDS | dict(pallas=partial(attend_paged_pallas, interpret=interpret))
+        us = {name: seconds(attention_over_layers(load, f), *data) / load.trips * 1e6 for name,f in attends.items()}
+        floor = load.floor_bytes / bandwidth * 1e6
+        print(f'  {load.rows:>9} x {load.length:<6}{floor:>9.1f}' + ''.join(f'{t:>11.1f}' for t in us.values()) +
+              f'   {floor / us["pallas"]:.0%}', flush=True)
+        yield asdict(load) | dict(us=us, floor_us=floor, share_of_floor=floor / us['pallas'])
+
+# Swaps
+
 def swaps(nbytes, times):
-    "Seconds of bringing an adapter of so many bytes in: into the arena in place, and into memory allocated for it."
-    from lorajax.arena import write_pages # takes safetensors
-    words, n = 184_320, nbytes // (184_320 * 2) # SmolLM2's page of 16 tokens
-    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host')
-    chunk = jax.device_put(np.ones((n, words), np.uint16), host)
-    arena, rng = jnp.zeros((4 * n + 1, words), jnp.uint16), np.random.default_rng(0)
-    found = dict(swap=[], allocate=[])
+    "Seconds of bringing an adapter of so many bytes in: as the arena does it, and into memory allocated for it."
+    from lorajax.arena import Arena # takes safetensors
+    from lorajax.images import PageLayout
+    from lorajax.store import pinned
+    layout = PageLayout(SMOLLM2, 16, 'bfloat16')
+    n = nbytes // layout.nbytes
+    image, rng = np.ones((n, layout.words), layout.word), np.random.default_rng(0)
+    chunks = pinned(image)
+    whole = jax.device_put(image, chunks[0].sharding)
+    arena, found = Arena(layout, 4 * n + 1), dict(swap=[], allocate=[])
     for i in range(times + 2): # two to warm up
-        ids = rng.permutation(4 * n)[:n].astype(np.int32) + 1
+        ids = (rng.permutation(4 * n)[:n] + 1).tolist()
         start = time.perf_counter()
-        arena = write_pages(arena, chunk, ids)
-        arena.block_until_ready()
+        arena.write(chunks, ids)
+        arena.words.block_until_ready()
         middle = time.perf_counter()
-        jax.device_put(chunk, jax.memory.Space.Device).block_until_ready()
+        jax.device_put(whole, jax.memory.Space.Device).block_until_ready()
         if i > 1:
             found['swap'].append(middle - start)
             found['allocate'].append(time.perf_counter() - middle)
     ms = lambda times, percent: float(np.percentile(times, percent) * 1e3)
     return {name: dict(ms_p50=ms(times, 50), ms_p99=ms(times, 99)) for name,times in found.items()}
+
+# Block sizes
 
 def choices(blocks):
     "Block sizes near `blocks`, one thing changed at a time."
@@ -282,15 +310,19 @@ def main(argv=None):
     with ThreadPoolExecutor(16) as pool:
         print('error relative to the largest number, by case')
         result['parity'] = list(parity(SMALL[:1] if args.dry else TABLE, args.dry, pool))
+        result['parity'] += attention_parity(ATTENTION[:1] if args.dry else ATTENTION, args.dry)
         result['copy_bytes_a_second'] = bandwidth = copy_bandwidth(1 << 20 if args.dry else 2 << 30)
         print(f'copy bandwidth {bandwidth / 1e9:.0f} GB/s; times in us')
         loads = DRY if args.dry else LOADS
         if args.tune: result['tuned'] = tuned(loads, args.dry, pool, time.perf_counter() + args.seconds / 2)
         if args.tune and not args.dry: keep_tuned(result['tuned'])
-        result['times'] = []
-        for found in timed(loads, bandwidth, args.dry, pool, deadline):
-            result['times'].append(found)
-            if args.json: args.json.write_text(json.dumps(result, indent=1) + '\n') # what there is, should the rest fail
+        attentions = DRY_ATTENTION if args.dry else ATTENTION_LOADS
+        for part, found in [('attention', attention_timed(attentions, bandwidth, args.dry, deadline)),
+                            ('times', timed(loads, bandwidth, args.dry, pool, deadline))]:
+            result[part] = []
+            for one in found:
+                result[part].append(one)
+                if args.json: args.json.write_text(json.dumps(result, indent=1) + '\n') # what there is, should the rest fail
     nbytes = 4 << 20 if args.dry else 80_000_000
     try: result['swap'] = swaps(nbytes, 3 if args.dry else 200) | dict(bytes=nbytes)
     except ModuleNotFoundError as e: result['swap'] = dict(left_out=str(e))

@@ -4,8 +4,9 @@ The rung below them, Pallas' interpret mode, needs nothing from here. `lowered_t
 CUDA plugin, ptxas and nvdisasm, which `make gpu-check` installs.
 """
 import re, subprocess, sysconfig, tempfile
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 import jax, numpy as np
 from jax.extend import core
@@ -74,9 +75,9 @@ def aot(f, *args, arch='sm_90a'):
     lowered = lower_for_cuda(f if hasattr(f, 'trace') else jax.jit(f), *jax.tree.map(place, args), arch=arch)
     with tempfile.TemporaryDirectory() as folder:
         executable = compile_for_gpu(lowered, arch, xla_dump_to=folder, xla_dump_emitter_re='ptx')
-        kernels = {}
-        for path in sorted(Path(folder).glob('*.ptx')):
-            if path.stat().st_size > 16: kernels |= assemble(path, arch)
+        files = [path for path in sorted(Path(folder).glob('*.ptx')) if path.stat().st_size > 16]
+        with ThreadPoolExecutor(2) as pool: found = list(pool.map(partial(assemble, arch=arch), files))
+        kernels = {name: kernel for own in found for name,kernel in own.items()}
     return Program(kernels, executable)
 
 def tool(name): # from the wheels beside JAX's plugin

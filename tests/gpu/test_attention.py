@@ -4,21 +4,18 @@ Not notebook cells, as the upper rungs take JAX's internals and a CUDA compiler.
 """
 from functools import partial
 import jax, jax.numpy as jnp, numpy as np, pytest
-from lorajax.attention import SPLIT, PagedKV, attend_paged_pallas, attend_paged_xla, write_kv
+from lorajax.attention import PagedKV, attend_paged_pallas, attend_paged_xla, write_kv
 from deviceless import needs_plugin
 from ladder import aot, lowered_ttir_run
 from paged import EVERYTHING, Pages, close
+from shapes import ATTENTION, LENGTHS
 
 pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
-
-# H, K, C, block, window; lengths below, at and over the borders of pages, trips and splits; a row that isn't there
-SHAPES = [(9, 3, 64, 22, EVERYTHING), (4, 1, 48, 200, 70), (8, 8, 16, 16, 300), (20, 1, 32, 8, 1), (6, 2, 128, 2, SPLIT)]
-LENGTHS = [2 * SPLIT + 190, 1, 0, SPLIT, SPLIT + 1, 90]
 
 @pytest.fixture(scope='module', params=['bfloat16', 'float32'])
 def dtype(request): return request.param
 
-@pytest.fixture(scope='module', params=SHAPES, ids=str)
+@pytest.fixture(scope='module', params=ATTENTION, ids=str)
 def case(request, dtype): # -> q, kv, positions, window; what is right
     H, K, C, block, window = request.param
     pages = Pages(LENGTHS, block, K, C, dtype=dtype)

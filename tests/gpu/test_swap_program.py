@@ -3,9 +3,9 @@ import re
 import jax.numpy as jnp, pytest
 from deviceless import compile_for_gpu, lower_for_cuda, needs_plugin, shape
 from lorajax.arena import write_pages
-from lorajax.core import ModelConfig
 from lorajax.images import PageLayout
 from lorajax.rows import renew
+from shapes import SMOLLM2
 
 needs_plugin()
 
@@ -48,8 +48,7 @@ def test_the_buffer_is_written_in_place(executable, hlo, n):
 
 def test_rows_are_renewed_in_place():
     "A block at a time: as many rounds as blocks, and not as tiles."
-    layout = PageLayout(ModelConfig(vocab_size=512, width=576, mlp_width=1536, n_layers=30, n_heads=9, n_kv_heads=3,
-                                    head_dim=64, max_len=8192, tied=True), 16)
+    layout = PageLayout(SMOLLM2, 16)
     L, N, tiles = 30, 16, {'o': (9, 9), 'down': (24, 9)}
     ids = lambda n: shape((L, N, n), jnp.int32)
     which = shape((N,), jnp.bool_), shape((N,), jnp.int32), shape((), jnp.int32)

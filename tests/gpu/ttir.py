@@ -29,9 +29,10 @@ class Buffer:
     writer: np.ndarray # program that wrote each element, -1 for none
 
     @staticmethod
-    def given(name, array):
-        flat = np.array(array).reshape(-1)
-        return Buffer(name, flat, np.ones(flat.size, bool), np.full(flat.size, -1))
+    def given(name, array, written): # written: whether a result starts as this; if not, nothing is copied, however large
+        flat = (np.array if written else np.asarray)(array).reshape(-1)
+        every = lambda x: np.full(flat.size, x) if written else np.broadcast_to(x, flat.size)
+        return Buffer(name, flat, every(True), every(-1))
 
     @staticmethod
     def empty(name, shape, dtype):
@@ -318,7 +319,7 @@ def run_call(
     results, # ShapeDtypeStructs
 ) -> list[np.ndarray]:
     "The call's results."
-    given = [Buffer.given(f'{call.name}, operand {i}', x) for i,x in enumerate(operands)]
+    given = [Buffer.given(f'{call.name}, operand {i}', x, i in call.aliases) for i,x in enumerate(operands)]
     made = [Buffer.empty(f'{call.name}, result {i}', r.shape, r.dtype) for i,r in enumerate(results)]
     for operand, to in call.aliases.items(): made[to] = given[operand]
     with ir.Context() as context:
