@@ -19,10 +19,12 @@ from rich.text import Text
 from safetensors import safe_open
 from . import __version__
 from .adapters import check_name
-from .base import DTYPES, load_base, save_base
+from .base import DTYPES, load_base, open_base, save_base
+from .capacity import DEVICES, device_bytes, plan_capacity, rank_counts
 from .cli_train import add_merge, add_train
 from .core import Refused, Sampling, needs, read_json
 from .generate import Event, stream
+from .hf import read_hf_config
 from .lora_config import CONFIG_FILE, check_adapter_config
 from .ops import check_backend
 from .peft import WEIGHTS_FILE
@@ -32,7 +34,7 @@ from .route_cli import route_app
 
 # %% auto #0
 __all__ = ['app', 'MODEL_HELP', 'ModelArg', 'DTYPE_HELP', 'DtypeArg', 'DEMO', 'named_folders', 'who_answers', 'Shown', 'show',
-           'generate_', 'inspect', 'convert', 'sign', 'verify', 'demo', 'serve', 'main']
+           'generate_', 'inspect', 'convert', 'sign', 'verify', 'plan', 'demo', 'serve', 'main']
 
 # %% ../nbs/20_cli.ipynb #8a202ef9
 def named_folders(
@@ -318,6 +320,27 @@ def verify(
             print(f'{folder}: good, version {found["version"][:16]}, manifest: {found["manifest"]}{signer}')
         else: _say(f'{folder}: {found["reason"]}')
     if bad: raise typer.Exit(1)
+
+# %% ../nbs/20_cli.ipynb #08457016
+def _shape_of(model): # ModelConfig
+    file = Path(model) / 'config.json' if Path(model).is_dir() else Path(model)
+    return read_hf_config(read_json(file)) if file.suffix == '.json' else open_base(model).config
+
+@app.command()
+def plan(
+    model:Annotated[str, typer.Option('--model', '-m', help='A Hugging Face directory, a config.json, a .gguf file, or smollm2.')]='smollm2',
+    gpu:Annotated[str, typer.Option(metavar='NAME', help=f'One of {", ".join(DEVICES)}, or its memory as 24GB.')]='h100-80',
+    ranks:Annotated[str, typer.Option('--rank-histogram', metavar='RANK:COUNT,…', help='How many adapters have which rank.')]='16',
+    context:Annotated[int, typer.Option(min=1, help='Tokens of a sequence, its answer included.')]=4096,
+    batch:Annotated[int, typer.Option(min=1, help='Sequences at the same time.')]=32,
+    int8:Annotated[bool, typer.Option('--int8', help='Keep adapters in half the bytes.')]=False,
+    registered:Annotated[int, typer.Option(min=0, metavar='N', help='Adapters that the host keeps.')]=1000,
+):
+    "How many adapters a device holds beside a base and its sequences."
+    found = plan_capacity(_shape_of(model), device_bytes(gpu), rank_counts(ranks), context, batch,
+                          adapter_dtype='int8' if int8 else None)
+    print(found)
+    print(f'the host keeps {registered} of them in {found.host(registered) / 1e9:.2f} GB of pinned memory')
 
 # %% ../nbs/20_cli.ipynb #46c23529
 DEMO = [('base', 'I need to cancel the table for Owen Dancause sorry.'),
