@@ -4,8 +4,9 @@
 
 # %% ../nbs/14b_scheduler.ipynb #b4da3595
 from __future__ import annotations
+from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from .core import Refused, quoted
 from .kv import KV, Prefix, without_copy
 from .pages import NoRoom
@@ -83,7 +84,7 @@ def _start(sched:Scheduler, s:Sequence) -> str: # '' when it has started
         s.cached = prefix.computed
         sched.kv.count(prefix)
     sched.waiting.remove(s)
-    sched.running.append(s)
+    insort(sched.running, s, key=lambda s: _place(s, sched.limits))
     return ''
 
 def _start_waiting(sched:Scheduler) -> list[Sequence]: # that have started
@@ -123,10 +124,10 @@ def _preempt(sched:Scheduler, s:Sequence):
 
 def _grow_running(sched:Scheduler) -> list[Sequence]: # preempted
     "Pages for everyone's next token; the last in the order pay for it."
-    lost, place = [], lambda s: _place(s, sched.limits)
-    for s in sorted(sched.running, key=place):
+    lost = []
+    for s in [s for s in sched.running if len(s.tokens) > len(s.table.blocks) * sched.kv.block]:
         while s.table and not sched.kv.grow(s.table, len(s.tokens)):
-            lost.append(max(sched.running, key=place))
+            lost.append(sched.running[-1])
             _preempt(sched, lost[-1])
     return lost
 
@@ -147,9 +148,9 @@ def _row(s:Sequence, most:int) -> Row:
     samples = end == len(s.tokens) and s.wants_more
     return Row(s, s.computed, tuple(s.tokens[s.computed:end]), s.table.pages, s.version, samples)
 
-def _rows(sched:Scheduler) -> dict: # fields of a Plan
+def _rows(sched:Scheduler, without:Collection[Sequence]) -> dict: # fields of a Plan
     "Who computes what."
-    running = sorted(sched.running, key=lambda s: _place(s, sched.limits))
+    running = [s for s in sched.running if s not in without]
     decode, longer = [s for s in running if s.pending == 1], [s for s in running if s.pending > 1]
     rows = dict(decode=tuple(_row(s, 1) for s in decode))
     if not longer: return rows
@@ -179,7 +180,7 @@ def _submit(sched, request):
     return new
 
 # %% ../nbs/14b_scheduler.ipynb #a857fa22
-def _plan(sched, now):
+def _plan(sched, now, without):
     "See `Scheduler.plan`."
     before = [*sched.running, *sched.waiting]
     for s in before:
@@ -188,7 +189,7 @@ def _plan(sched, now):
     copies = tuple((s.table.source.pages[0], s.table.pages[s.table.published]) for s in started if s.table.source)
     number, sched.steps = sched.steps, sched.steps + 1
     return Plan(number, copies=copies, preempted=tuple(preempted), ended=tuple(s for s in before if s.finished),
-                waiting=tuple((s, s.waits) for s in sched.waiting), **_rows(sched))
+                waiting=tuple((s, s.waits) for s in sched.waiting), **_rows(sched, without))
 
 # %% ../nbs/14b_scheduler.ipynb #499b723a
 def _commit(sched, plan, results):
@@ -217,7 +218,8 @@ class Scheduler:
         limits:Limits=Limits(),
     ):
         self.kv, self.versions, self.limits = kv, versions, limits
-        self.waiting, self.running = [], [] # sequences, in no particular order
+        self.waiting: list[Sequence] = [] # in no particular order
+        self.running: list[Sequence] = [] # in order: their places stay as they are while they run
         self.arrivals = self.steps = self.ends = 0 # sequences submitted, steps planned, sequences ended
 
     def check(self): _check(self)
@@ -227,9 +229,12 @@ class Scheduler:
         "Queues a request; `Refused` if it could never run."
         return _submit(self, request)
 
-    def plan(self, now:float=0.) -> Plan: # now: in seconds, on the deadlines' clock
+    def plan(self,
+        now:float=0., # in seconds, on the deadlines' clock
+        without:Collection[Sequence]=(), # running sequences that the step leaves out; a simulator has some
+    ) -> Plan:
         "What the next step does. It has to be run and committed before the next plan."
-        return _plan(self, now)
+        return _plan(self, now, without)
 
     def commit(self,
         plan:Plan,
