@@ -38,7 +38,7 @@ class Request:
     def longest(self) -> int: return len(self.tokens) + self.max_new_tokens # positions, if it isn't stopped before
 
 def _check_request(r:Request):
-    if type(r.prompt) is not tuple or not all(type(t) is int and t >= 0 for t in r.prompt):
+    if type(r.prompt) is not tuple or not {*map(type, r.prompt)} <= {int} or min(r.prompt, default=0) < 0:
         raise Refused(f'request {quoted(r.id)}: the prompt is a tuple of token ids, whole numbers from 0')
     if not r.tokens: raise Refused(f'request {quoted(r.id)} has an empty prompt; give it at least one token')
     if r.max_new_tokens < 0: raise Refused(f'request {quoted(r.id)}: max_new_tokens={r.max_new_tokens}; give 0 or more')
