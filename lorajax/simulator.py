@@ -77,8 +77,9 @@ def visits(
         yield Visit(at, adapter, (*said, new), answer)
 
 # %% ../nbs/18b_simulator.ipynb #2526f291
-QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100) # per cent of the requests have at most so many tokens
-PROMPTS, ANSWERS = (2, 207, 396, 1020, 1189, 2735, 4083, 4142, 14050), (7, 54, 85, 129, 395, 424, 451, 601, 1000)
+QUANTILES = (0, 10, 25, 50, 75, 80, 85, 90, 95, 99, 99.9, 100) # per cent of the requests have at most so many tokens
+PROMPTS = 2, 207, 396, 1020, 1189, 1315, 1876, 2734, 4083, 4142, 6179, 14050
+ANSWERS = 7, 54, 85, 129, 395, 400, 411, 424, 451, 601, 954, 1000
 
 def popularity(n:int) -> np.ndarray: # [n] shares, the most popular first
     "How often each of n adapters is asked for."
