@@ -13,7 +13,7 @@ from .capacity import LINEARS, base_numbers, device_bytes, linear_numbers
 from .core import ModelConfig, Refused
 
 # %% auto #0
-__all__ = ['H100', 'Work', 'prompt_pairs', 'Device', 'Roofline', 'Fitted', 'fitted']
+__all__ = ['H100', 'ROUTING', 'Work', 'prompt_pairs', 'Device', 'Roofline', 'Fitted', 'fitted', 'needs_routing_token']
 
 # %% ../nbs/18a_cost.ipynb #d847c463
 @dataclass(frozen=True)
@@ -113,3 +113,14 @@ def fitted(
     scale = np.maximum(columns.max(axis=0), 1)
     prices, _ = nnls(columns / scale / took[:, None], np.ones(len(took)))
     return Fitted(*(prices / scale).tolist(), link)
+
+# %% ../nbs/18a_cost.ipynb #f609a027
+ROUTING = dict(lookup=.001, encoding=.0005, decision=.0003) # seconds, theorem 3
+
+def needs_routing_token(
+    routing:float, # seconds to choose the adapter
+    prefill:float, # seconds to read the prompt
+    share:float=.05, # of the prefill that routing may take
+) -> bool:
+    "Whether the choice of an adapter should be kept at the head of its prefix."
+    return routing > share * prefill

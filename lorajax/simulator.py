@@ -149,7 +149,8 @@ class Prefetched:
     done = property(lambda self: self.swapped.done)
     swaps = property(lambda self: self.swapped.swaps)
     def ready(self) -> float: return 0.
-    def arriving(self) -> float: return min((at for at in self.arrives.values() if at > self.swapped.clock.now), default=math.inf)
+    def arriving(self) -> float:
+        return min((at for at in self.arrives.values() if at > self.swapped.clock.now), default=math.inf)
 
     def ahead(self, version):
         self.size(version)
@@ -217,7 +218,8 @@ def together(figures:Sequence[Figures]) -> Figures: # of groups that ran side by
     devices, seconds = add('devices'), max(f.seconds for f in figures)
     spent = sum(f.devices * f.seconds for f in figures)
     mean = lambda name: sum(getattr(f, name) * f.devices * f.seconds for f in figures) / spent
-    counts = {k: add(k) for k in ('requests', 'refused', 'prompt_tokens', 'new_tokens', 'resident', 'swaps', 'steps', 'preemptions')}
+    counts = {k: add(k) for k in ('requests', 'refused', 'prompt_tokens', 'new_tokens', 'resident', 'swaps', 'steps',
+                                  'preemptions')}
     return Figures(**counts, seconds=seconds, first=np.sort(np.concatenate([f.first for f in figures])), devices=devices,
                    hits=sum((f.hits for f in figures), Hits()), used=mean('used'), held=mean('held'))
 
@@ -228,8 +230,8 @@ class Comparison:
 
     def _repr_markdown_(self): return str(self)
     def __str__(self): # Markdown
-        head = ('', 'devices', 'first token P50', 'P99', 'prefix hits', 'adapter there', 'swaps', 'memory in use', 'and held',
-                'tokens/s', 'USD/1000 tokens')
+        head = ('', 'devices', 'first token P50', 'P99', 'prefix hits', 'adapter there', 'swaps', 'memory in use',
+                'and held', 'tokens/s', 'USD/1000 tokens')
         rows = [(name, f.devices, f'{f.late(50):.3f} s', f'{f.late(99):.3f} s', f'{f.hits.rate:.2f}',
                  f'{f.resident / max(1, f.requests):.2f}', f.swaps, f'{f.used:.2f}', f'{f.held:.2f}', f'{f.rate:.0f}',
                  f'{f.usd():.4f}') for name,f in self.runs.items()]
@@ -375,9 +377,9 @@ def simulate(
 def _figures(run):
     g, c, seconds = run.group, run.counts, run.clock.now or 1.
     counts = {k: c[k] for k in ('requests', 'refused', 'prompt_tokens', 'new_tokens', 'resident', 'preemptions')}
-    return Figures(**counts, steps=run.number, seconds=seconds, first=np.sort(run.first), hits=run.kv.total, swaps=run.versions.swaps,
-                   used=(g.base_bytes + run.used / seconds) / g.memory, held=(g.base_bytes + run.held / seconds) / g.memory,
-                   devices=g.devices)
+    return Figures(**counts, steps=run.number, seconds=seconds, first=np.sort(run.first), hits=run.kv.total,
+                   swaps=run.versions.swaps, used=(g.base_bytes + run.used / seconds) / g.memory,
+                   held=(g.base_bytes + run.held / seconds) / g.memory, devices=g.devices)
 
 # %% ../nbs/18b_simulator.ipynb #8a235208
 LIMITS = Limits(rows=256, chunks=((1, 128), (1, 512), (1, 1024)), tokens=256 + 1024, slots=64, max_len=16_384, look=8)
@@ -386,7 +388,7 @@ def _sizes(layout:PageLayout, ranks:Mapping[str, int], dtype:str) -> dict[str, i
     pages = {r: adapter_pages(layout, dict.fromkeys(LINEARS, r), dtype) for r in set(ranks.values())}
     return {name: pages[r] for name,r in ranks.items()}
 
-def _group(name:str, cost:Roofline, layout:PageLayout, pages:int, versions:Callable, limits:Limits=LIMITS, **options) -> Group:
+def _group(name:str, cost:Roofline, layout:PageLayout, pages:int, versions:Callable, limits:Limits, **options) -> Group:
     recompute = layout.block * cost.step(Work(tokens=4096)) / 4096
     return Group(name, cost, limits, layout.block, pages, versions=versions, kv_seconds=recompute, page_bytes=layout.nbytes,
                  base_bytes=cost.base_bytes, memory=cost.devices * cost.device.memory, devices=cost.devices, **options)
@@ -413,7 +415,8 @@ def padded(cost:Roofline, ranks:Mapping[str, int], slots:int=32, dtype:str='int8
     layout = layout_of(cost.config)
     sizes = _sizes(layout, ranks, dtype)
     slot = max(sizes.values()) * layout.nbytes
-    pool = lambda kv, clock: Swapped(Pages(slots + 1), dict.fromkeys(sizes, 1), lambda n: cost.swap(slot), clock, beside=True)
+    def pool(kv, clock):
+        return Swapped(Pages(slots + 1), dict.fromkeys(sizes, 1), lambda n: cost.swap(slot), clock, beside=True)
     return _group('padded slots', cost, layout, (cost.arena_bytes - slots * slot) // layout.nbytes, pool,
                   replace(limits, slots=min(limits.slots, slots)), reads=dict.fromkeys(sizes, slot),
                   beside={name: n * layout.nbytes for name,n in sizes.items()})
@@ -445,7 +448,8 @@ def spread(
     window:float=10., # seconds over which shares are counted
 ) -> list[list[Visit]]: # of each group
     "Which group serves whom."
-    if groups < 1 or slack < 1: raise Refused(f'groups={groups}, slack={slack}; give at least one group and a slack of 1 or more')
+    if groups < 1 or slack < 1:
+        raise Refused(f'groups={groups}, slack={slack}; give at least one group and a slack of 1 or more')
     shares, recent, loads, orders = [[] for _ in range(groups)], deque(), [0] * groups, {}
     for v in visits:
         while recent and recent[0][0] <= v.at - window: loads[recent.popleft()[1]] -= 1
@@ -461,7 +465,8 @@ def pod_each(visits:Iterable[Visit], group:Group, adapters:int) -> Figures: # gr
     "A pod for each adapter, started beforehand."
     asked = defaultdict(list)
     for v in visits: asked[v.adapter].append(v)
-    running = replace(group, versions=lambda kv, clock: Swapped(Pages(2), dict.fromkeys(group.reads, 1), lambda n: 0., clock, beside=True))
+    started = lambda kv, clock: Swapped(Pages(2), dict.fromkeys(group.reads, 1), lambda n: 0., clock, beside=True)
+    running = replace(group, versions=started)
     found = together([simulate(share, running) for share in asked.values()])
     share = len(asked) / adapters
     return replace(found, devices=group.devices * adapters, resident=found.requests, swaps=0,

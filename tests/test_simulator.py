@@ -1,4 +1,4 @@
-"Not notebook cells: the real engine and the simulator run one trace, sleeping rows against a loop that steps each, real traces."
+"Not notebook cells: the real engine runs the same trace, a loop steps every row, and public traces."
 import math, random
 from dataclasses import replace
 import numpy as np, pytest
@@ -28,7 +28,8 @@ def small(sizes, pages, cost=SECOND, early=False, **limits):
         swapped = Swapped(kv.pages, sizes, cost.swap, clock, kv.left)
         return Prefetched(swapped) if early else swapped
     options = dict(rows=4, chunks=((1, 4), (1, 8), (2, 8)), tokens=24, slots=3, max_len=200, overtakes=3) | limits
-    return Group('small', cost, Limits(**options), 4, pages + 1, dict.fromkeys(sizes, 1), versions, page_bytes=1, memory=pages)
+    reads = dict.fromkeys(sizes, 1)
+    return Group('small', cost, Limits(**options), 4, pages + 1, reads, versions, page_bytes=1, memory=pages)
 
 def same(one, other):
     assert one.first.tolist() == other.first.tolist()
@@ -44,18 +45,18 @@ def test_one_request_takes_what_its_steps_cost():
     swap, read = EIGHT.swap(group.reads['a0']), group.reads['a0']
     chunks = [(0, 1024), (1024, 976)]
     prompt = [EIGHT.step(Work(i == 1, 1024, start + n, prompt_pairs(start, n), read)) for i,(start, n) in enumerate(chunks)]
-    assert alone.first.tolist() == pytest.approx([swap + sum(prompt)], rel=.001) # whether the sampled row counts is below that
+    assert alone.first.tolist() == pytest.approx([swap + sum(prompt)], rel=.001) # the row that samples is below that
     more = [EIGHT.step(Work(1, 0, n, n, read)) for n in (2001, 2002)]
     assert alone.seconds == pytest.approx(5 + swap + sum(prompt + more), rel=.001)
     assert (alone.requests, alone.prompt_tokens, alone.new_tokens, alone.steps, alone.swaps) == (1, 2000, 3, 4, 1)
 
 def test_order_of_eviction_by_hand():
-    """Nine pages; a and b take three each, a sequence of 5 + 3 tokens two, and leaves the one that is full. a and b leave 3 + 1
-    and 3 + 1, and one is free. The second request for a needs two more: the oldest block goes, since a block costs .001 to
+    """Nine pages; a and b take three each, a sequence of 5 + 3 tokens two, and leaves the one that is full. a and b leave
+    3 + 1 and 3 + 1, and one is free. The second request for a needs two more: the oldest block goes, since a block costs .001 to
     bring back and a page of an adapter half a second. It leaves one, so again one is free, and c needs four: the blocks
     go, and then b, which was used before a. c's own two are there then."""
     gone = []
-    asked = [Visit(20. * i, v, (numbered(100 * i, 5),), numbered(100 * i + 50, 3)) for i,v in enumerate(['a', 'b', 'a', 'c'])]
+    asked = [Visit(20. * i, v, (numbered(100 * i, 5),), numbered(100 * i + 50, 3)) for i,v in enumerate('abac')]
     f = simulate(asked, small(dict(a=3, b=3, c=4), 9), left=gone.extend)
     names = [key if isinstance(key, str) else (key.owner, key.tokens[0]) for key in gone]
     assert names == [('a', 0), ('b', 100), ('a', 200), 'b'], names
@@ -122,7 +123,7 @@ def test_when_a_group_leaves_only_its_adapters_move():
 # ---- sleeping is exact
 
 def stepped(asked, group, left): # what `simulate` does, every row in every step
-    clock, kv = Clock(), None
+    clock = Clock()
     kv = KV(Pages(group.pages), group.block, group.kv_seconds, left)
     versions = group.versions(kv, clock)
     sched, waiting, answers, first, steps, preempted = Scheduler(kv, versions, group.limits), list(asked), {}, [], 0, 0
@@ -142,7 +143,8 @@ def stepped(asked, group, left): # what `simulate` does, every row in every step
         sched.commit(plan, {s: (answers[s].answer[s.generated], None) for s in sampled})
         first += [clock.now - answers[s].at for s in sampled if s.generated == 1]
         sched.check()
-    return dict(first=sorted(first), seconds=clock.now, hits=kv.total, swaps=versions.swaps, steps=steps, preempted=preempted)
+    return dict(first=sorted(first), seconds=clock.now, hits=kv.total, swaps=versions.swaps, steps=steps,
+                preempted=preempted)
 
 @pytest.mark.parametrize('seed', range(12))
 def test_sleeping_rows_change_nothing(seed):
@@ -165,7 +167,8 @@ def whole(key): # of what left the pool: an adapter, or a block with all that co
 # ---- the real engine
 
 M0 = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_len=160)
-CONFIG = Config(rows=4, slots=3, max_rank=16, chunks=((1, 8), (2, 16)), max_len=160, block=8, memory=112 << 10, prompt_logprobs=False)
+CONFIG = Config(rows=4, slots=3, max_rank=16, chunks=((1, 8), (2, 16)), max_len=160, block=8, memory=112 << 10,
+                prompt_logprobs=False)
 
 class Driver:
     "Submits requests by the number of steps that an engine has run; half of them go on with a text that has ended."
@@ -195,8 +198,8 @@ def test_engine_and_simulator_agree(monkeypatch):
     monkeypatch.setattr(engine_module, '_run_plan', and_submit)
     with Engine(random_base(M0), CONFIG) as engine:
         names = [None, *(f'a{i}' for i in range(8))]
-        adapters = [random_adapter(M0, f'a{i}', 1 + 4 * i % 16, ('q_proj', 'down_proj')[:1 + i % 2], seed=i, std=.3) for i in range(8)]
-        versions = [engine.load(a) for a in adapters]
+        targets = ('q_proj',), ('q_proj', 'down_proj')
+        versions = [engine.load(random_adapter(M0, f'a{i}', 1 + 4 * i % 16, targets[i % 2], seed=i, std=.3)) for i in range(8)]
         driver, gone, forget = Driver(engine, names, 150, 0), [], engine.residents.forget
         def forgotten(keys):
             gone.extend(map(whole, keys))

@@ -5,7 +5,8 @@ import numpy as np
 from lorajax.simulator import visits
 
 def conversations(data): # data: the folder of shared data -> seconds since the first, (tokens of prompt, of answer)
-    with gzip.open(data / 'trace_azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz', 'rt') as f: rows = list(csv.DictReader(f))
+    path = data / 'trace_azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz'
+    with gzip.open(path, 'rt') as f: rows = list(csv.DictReader(f))
     at = [datetime.fromisoformat(r['TIMESTAMP'][:26]) for r in rows]
     return [(t - at[0]).total_seconds() for t in at], [(int(r['ContextTokens']), int(r['GeneratedTokens'])) for r in rows]
 
@@ -23,4 +24,5 @@ def traffic(data, most=200, times=1, hours=1., **options): # times: that much fa
     order = np.random.default_rng(0).permutation(len(every)) if times > 1 else range(len(every))
     names = adapters(data, most)
     keep = sum(t <= 3600 * hours for t in every)
-    return list(visits(every[:keep], [lengths[i % len(at)] for i in order], (names[i % len(names)] for i in range(keep)), **options))
+    chosen = (names[i % len(names)] for i in range(keep))
+    return list(visits(every[:keep], (lengths[i % len(at)] for i in order), chosen, **options))

@@ -1,12 +1,11 @@
 """The simulator on public traces, its speed, and how far it is from the engine that it stands for.
 
 policies: a Llama 3 70B on eight H100s, by data sheet, with the Azure trace's arrivals and lengths (laid over one another
-for a higher rate) and the Alibaba trace's adapters, in the trace's order. speed: an hour of a Llama 3 8B on eight H100s at
-50 requests a second. fleet: 1,000 a second over 100 groups. engine: prices fitted to the steps of SmolLM2 under one load
+for a higher rate) and the Alibaba trace's adapters, in the trace's order. speed: an hour of a Llama 3 8B on four H100s at 50
+requests a second. fleet: 1,000 a second over 100 groups. engine: prices fitted to the steps of SmolLM2 under one load
 foretell the throughput under another; their runs take turns, as quiet.py says.
 """
 import argparse, statistics, sys, time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from rich.console import Console
@@ -14,8 +13,8 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lorajax.core import ModelConfig
 from lorajax.cost import Roofline, Work, fitted, prompt_pairs
-from lorajax.simulator import (Comparison, Group, Swapped, Visit, merged, padded, paged, pod, pod_each, prefetched, simulate,
-                               simulate_fleet, traffic)
+from lorajax.simulator import (Comparison, Group, Swapped, Visit, merged, padded, paged, pod, pod_each, prefetched,
+                               simulate, simulate_fleet, traffic)
 
 LLAMA70 = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
                       max_len=131072)
@@ -23,9 +22,7 @@ LLAMA8 = replace(LLAMA70, width=4096, mlp_width=14336, n_layers=32, n_heads=32)
 
 def ranks(n): return {f'a{i}': (8, 8, 8, 8, 16, 8, 8, 8, 8, 64)[i % 10] for i in range(n)}
 
-def bar(items, what): return track(items, what, console=Console(stderr=True))
-
-def seen(asked, what): return bar(asked, what) # a progress bar over requests
+def seen(asked, what): return track(asked, what, console=Console(stderr=True)) # a progress bar over requests
 
 def policies(args):
     from traces import traffic as real
@@ -34,19 +31,21 @@ def policies(args):
         asked = real(args.data, n, args.times, args.hours, follow=.7, p_switch=args.p_switch)
         group = paged(eight, ranks(n))
         few = asked[:len(asked) // 60]
-        runs = {'a pod each': pod_each(seen(asked, 'a pod each'), pod(two, ranks(n)), n),
-                f'pods that restart, first {len(few)}': simulate_fleet(seen(few, 'pods that restart'), pod(two, ranks(n)), 4)}
+        single = pod(two, ranks(n))
+        runs = {'a pod each': pod_each(seen(asked, 'a pod each'), single, n),
+                f'pods that restart, first {len(few)}': simulate_fleet(seen(few, 'pods that restart'), single, 4)}
         for g in (padded(eight, ranks(n)), group, prefetched(group), merged(prefetched(group), 30)):
             runs[g.name] = simulate(seen(asked, g.name), g)
         print(f'{n} adapters, {len(asked)} requests, {len(asked) / asked[-1].at:.1f} a second\n{Comparison(runs)}\n')
 
 def speed(args):
     asked = traffic(3600 * args.hours, 50, 200)
-    group = prefetched(paged(Roofline(LLAMA8), ranks(200)))
+    group = prefetched(paged(Roofline(LLAMA8, devices=4), ranks(200)))
     start, cpu = time.perf_counter(), time.process_time()
     f = simulate(seen(asked, 'simulating'), group)
     print(f'{args.hours} h at 50 requests/s: {f.requests} requests, {f.new_tokens} tokens, {f.steps} steps in '
-          f'{time.perf_counter() - start:.0f} s, {time.process_time() - cpu:.0f} s of them on the CPU\n{Comparison({group.name: f})}\n')
+          f'{time.perf_counter() - start:.0f} s, {time.process_time() - cpu:.0f} s of them on the CPU\n'
+          f'{Comparison({group.name: f})}\n')
 
 def fleet(args):
     group = prefetched(paged(Roofline(LLAMA70), ranks(200)))
@@ -60,16 +59,18 @@ def load(n, adapters, prompt, answer, seed): # requests that are there from the 
     rng = np.random.default_rng(seed)
     p = 1 / np.arange(1, adapters + 1)
     names = [f'a{i}' for i in rng.choice(adapters, n, p=p / p.sum())]
-    return [(name, rng.integers(17, 49152, int(rng.integers(*prompt))).tolist(), int(rng.integers(*answer))) for name in names]
+    return [(name, rng.integers(17, 49152, int(rng.integers(*prompt))).tolist(), int(rng.integers(*answer)))
+            for name in names]
 
 def served(engine, asked, reads): # seconds in all, and each step's work and seconds
     from lorajax import engine as module
     from lorajax.core import Sampling
     run, steps, last = module._run_plan, [], [None]
     def timed(e, plan):
-        ends = [(row, row.start + len(row.tokens)) for row in plan.rows]
-        work = Work(len(plan.decode), plan.shape[0] * plan.shape[1], sum(end for _,end in ends),
-                    sum(prompt_pairs(row.start, len(row.tokens)) for row,_ in ends), sum(reads[v] for v in {row.version for row in plan.rows}))
+        ends = [row.start + len(row.tokens) for row in plan.rows]
+        pairs = sum(prompt_pairs(row.start, len(row.tokens)) for row in plan.rows)
+        read = sum(reads[v] for v in {row.version for row in plan.rows})
+        work = Work(len(plan.decode), plan.shape[0] * plan.shape[1], sum(ends), pairs, read)
         run(e, plan)
         now = time.perf_counter()
         if last[0]: steps.append((work, now - last[0]))
@@ -95,34 +96,39 @@ def engine(args):
     base = load_base('smollm2')
     with Engine(base, config) as e:
         for i in range(24): e.load(random_adapter(base.config, f'a{i}', 16, LINEARS, 1., i, .02))
-        versions = list(e.stats().adapters.values())
+        known_as = list(e.stats().adapters.values())
         nbytes = e.residents.arena.layout.nbytes
-        sizes = {v: e.residents.size(v) for v in versions}
+        sizes = {v: e.residents.size(v) for v in known_as}
         reads = {None: 0} | {v: n * nbytes for v,n in sizes.items()}
         known, other = load(24, 8, (20, 200), (16, 64), 0), load(32, 24, (20, 120), (24, 96), 1)
         served(e, known[:8], reads)
-        runs = take_turns({'fitted to': lambda: served(e, known, reads), 'foretold': lambda: served(e, other, reads)}, args.reps)
-        forget = [e.scheduler.limits, e.kv.block, e.residents.pages.capacity + e.residents.pages.reserved]
+        loads = {'fitted to': known, 'foretold': other}
+        runs = take_turns({name: (lambda asked=asked: served(e, asked, reads)) for name,asked in loads.items()}, args.reps)
+        size = [e.scheduler.limits, e.kv.block, e.residents.pages.capacity + e.residents.pages.reserved]
     best = {name: quiet(some) or some for name,some in runs.items()}
     steps = [one for run in best['fitted to'] for one in run['steps']]
     cost = fitted(*zip(*steps), e.residents.bandwidth)
-    group = Group('SmolLM2', cost, *forget, reads, lambda kv, clock: Swapped(kv.pages, sizes, lambda n: cost.swap(n * nbytes), clock, kv.left))
+    versions = lambda kv, clock: Swapped(kv.pages, sizes, lambda n: cost.swap(n * nbytes), clock, kv.left)
+    group = Group('SmolLM2', cost, *size, reads, versions)
     print(f'{len(steps)} steps; {cost}')
-    for name, asked in (('fitted to', known), ('foretold', other)):
-        fresh = [Visit(0., v, (tuple(ids),), range(50_000, 50_000 + n)) for v,(_, ids, n) in zip(best[name][0]['versions'], asked)]
+    for name, asked in loads.items():
+        named = zip(best[name][0]['versions'], asked)
+        fresh = [Visit(0., v, (tuple(ids),), range(50_000, 50_000 + n)) for v,(_, ids, n) in named]
         ours, theirs = simulate(fresh, group), statistics.median(run['total'] for run in best[name])
-        print(f'{name:10} {ours.new_tokens / theirs:6.1f} tokens/s measured, {ours.rate:6.1f} simulated: {ours.rate * theirs / ours.new_tokens - 1:+.1%} '
+        measured = ours.new_tokens / theirs
+        print(f'{name:10} {measured:6.1f} tokens/s measured, {ours.rate:6.1f} simulated: {ours.rate / measured - 1:+.1%} '
               f'({len(best[name])} of {args.reps} repetitions, {len(quiet(runs[name]))} undisturbed)')
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cases = dict(policies=policies, speed=speed, fleet=fleet, engine=engine)
     parser.add_argument('what', nargs='*', choices=[*cases, []], help=f'of {", ".join(cases)}; all by default')
-    parser.add_argument('--data', type=Path, default=Path(__file__).resolve().parents[3] / 'shared/data', help='folder of the public traces')
+    parser.add_argument('--data', type=Path, default=Path(__file__).resolve().parents[3] / 'shared/data',
+                        help='folder of the public traces')
     parser.add_argument('--adapters', type=int, nargs='+', default=[200, 800], help='registered, the most popular ones')
     parser.add_argument('--times', type=int, default=2, help='hours of the trace laid over one another')
     parser.add_argument('--hours', type=float, default=1., help='simulated')
-    parser.add_argument('--p-switch', type=float, default=0., help="probability that a session's next turn changes its adapter")
+    parser.add_argument('--p-switch', type=float, default=0., help="probability that a session's turn changes its adapter")
     parser.add_argument('--reps', type=int, default=3, help='repetitions on the engine')
     args = parser.parse_args()
     for name in args.what or cases: cases[name](args)
