@@ -43,6 +43,7 @@ class Device:
 
 H100 = Device(989e12, 3.35e12, 63e9, device_bytes('h100-80')) # SXM; PCIe 5 with 16 lanes
 
+# %% ../nbs/18a_cost.ipynb #5ea882a9
 @dataclass(frozen=True)
 class Roofline:
     "Seconds by what has to be computed and read. Devices of one group split every matrix, adapter and page evenly."

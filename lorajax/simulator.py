@@ -212,6 +212,7 @@ class Figures:
         "What a thousand new tokens cost."
         return self.devices * hour * self.seconds / 3600 / self.new_tokens * 1000
 
+# %% ../nbs/18b_simulator.ipynb #9e69eed2
 def together(figures:Sequence[Figures]) -> Figures: # of groups that ran side by side
     "The figures of a fleet."
     add = lambda name: sum(getattr(f, name) for f in figures)
@@ -264,48 +265,50 @@ class _Run:
             self.visits[sequence] = visit
             self.counts['resident'] += here
 
-    def catch_up(self, s:Running):
-        behind = self.number - self.asleep[s]
-        s.tokens.extend(self.visits[s].answer[s.generated:s.generated + behind])
-        s.computed += behind
-        self.asleep[s] = self.number
+# %% ../nbs/18b_simulator.ipynb #1af66c59
+def _catch_up(run:_Run, s:Running):
+    behind = run.number - run.asleep[s]
+    s.tokens.extend(run.visits[s].answer[s.generated:s.generated + behind])
+    s.computed += behind
+    run.asleep[s] = run.number
 
-    def wake(self):
-        "Whoever has something to do in this step, and everybody if a preemption may come."
-        for s in self.wakes.pop(self.number, ()):
-            if s in self.asleep:
-                self.catch_up(s)
-                del self.asleep[s]
-        if self.kv.pages.available < len(self.sched.running):
-            for s in self.asleep: self.catch_up(s)
+def _wake(run:_Run):
+    "Whoever has something to do in this step, and everybody if a preemption may come."
+    for s in run.wakes.pop(run.number, ()):
+        if s in run.asleep:
+            _catch_up(run, s)
+            del run.asleep[s]
+    if run.kv.pages.available < len(run.sched.running):
+        for s in run.asleep: _catch_up(run, s)
 
-    def sleep(self, s:Running):
-        "Until its block is full or its last token is due."
-        n = len(s.tokens)
-        quiet = min(-n % self.kv.block, s.request.max_new_tokens - s.generated - 1)
-        if quiet < 1 or n > len(s.table.blocks) * self.kv.block: return
-        self.asleep[s] = self.number
-        self.wakes[self.number + quiet].append(s)
+def _sleep(run:_Run, s:Running):
+    "Until its block is full or its last token is due."
+    n = len(s.tokens)
+    quiet = min(-n % run.kv.block, s.request.max_new_tokens - s.generated - 1)
+    if quiet < 1 or n > len(s.table.blocks) * run.kv.block: return
+    run.asleep[s] = run.number
+    run.wakes[run.number + quiet].append(s)
 
-    def count(self, s:Running, sign:int): # 1: it generates from now on; -1: no longer
-        self.positions += sign * len(s.tokens)
-        if (version := s.request.version) is None: return
-        others = self.using[version] - (sign < 0)
-        self.using[version] += sign
-        if others: return
-        self.reads += sign * self.group.reads[version]
-        self.beside += sign * self.group.beside.get(version, 0)
+# %% ../nbs/18b_simulator.ipynb #c4f420c7
+def _count(run:_Run, s:Running, sign:int): # 1: it generates from now on; -1: no longer
+    run.positions += sign * len(s.tokens)
+    if (version := s.request.version) is None: return
+    others = run.using[version] - (sign < 0)
+    run.using[version] += sign
+    if others: return
+    run.reads += sign * run.group.reads[version]
+    run.beside += sign * run.group.beside.get(version, 0)
 
-    def join(self, s:Running):
-        if s in self.generating: return
-        self.generating.add(s)
-        self.count(s, 1)
+def _join(run:_Run, s:Running):
+    if s in run.generating: return
+    run.generating.add(s)
+    _count(run, s, 1)
 
-    def leave(self, s:Running):
-        self.asleep.pop(s, None)
-        if s not in self.generating: return
-        self.generating.remove(s)
-        self.count(s, -1)
+def _leave(run:_Run, s:Running):
+    run.asleep.pop(s, None)
+    if s not in run.generating: return
+    run.generating.remove(s)
+    _count(run, s, -1)
 
 # %% ../nbs/18b_simulator.ipynb #17c54074
 def _work(run:_Run, plan:Plan) -> Work:
@@ -326,10 +329,10 @@ def _commit(run:_Run, plan:Plan):
     run.sched.commit(plan, {s: (run.visits[s].answer[s.generated], None) for s in sampled})
     for s in sampled:
         if s.generated == 1: run.first.append(run.clock.now - run.visits[s].at)
-        run.join(s)
-        if not s.finished: run.sleep(s)
+        _join(run, s)
+        if not s.finished: _sleep(run, s)
         else:
-            run.leave(s)
+            _leave(run, s)
             del run.visits[s]
             run.counts['requests'] += 1
             run.counts['prompt_tokens'] += len(s.request.tokens)
@@ -340,11 +343,11 @@ _NOTHING = Plan(0)
 
 def _step(run:_Run) -> bool: # False if nobody could do anything
     "One step."
-    run.wake()
+    _wake(run)
     resting = len(run.asleep) == len(run.sched.running) and not run.sched.waiting
     plan = _NOTHING if resting else run.sched.plan(run.clock.now, run.asleep)
     assert not plan.ended, 'nothing here has a deadline or a file to lose'
-    for s in plan.preempted: run.leave(s)
+    for s in plan.preempted: _leave(run, s)
     run.counts['preemptions'] += len(plan.preempted)
     if not plan.rows and not run.asleep: return False
     seconds, pages = run.group.cost.step(_work(run, plan)), run.kv.pages
@@ -357,6 +360,7 @@ def _step(run:_Run) -> bool: # False if nobody could do anything
     else: run.positions += len(run.generating)
     return True
 
+# %% ../nbs/18b_simulator.ipynb #d93ae29b
 def simulate(
     visits:Iterable[Visit], # in the order of their arrival
     group:Group,
@@ -410,6 +414,7 @@ def prefetched(group:Group) -> Group: # group: a paged one
     "Copies begin when a request is queued."
     return replace(group, name='prefetched', versions=lambda kv, clock: Prefetched(group.versions(kv, clock)))
 
+# %% ../nbs/18b_simulator.ipynb #7d1c9d10
 def padded(cost:Roofline, ranks:Mapping[str, int], slots:int=32, dtype:str='int8', limits:Limits=LIMITS) -> Group:
     "A region of equal slots for adapters, and the rest for keys and values."
     layout = layout_of(cost.config)
@@ -461,6 +466,7 @@ def spread(
         shares[g].append(v)
     return shares
 
+# %% ../nbs/18b_simulator.ipynb #96ad7aa1
 def pod_each(visits:Iterable[Visit], group:Group, adapters:int) -> Figures: # group: a pod; adapters: that have one
     "A pod for each adapter, started beforehand."
     asked = defaultdict(list)
