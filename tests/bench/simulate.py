@@ -28,7 +28,7 @@ def policies(args):
     from traces import traffic as real
     eight, two = Roofline(LLAMA70), Roofline(LLAMA70, devices=2)
     for n in args.adapters:
-        asked = real(args.data, n, args.times, args.hours, follow=.7, p_switch=args.p_switch)
+        asked = real(args.data, n, args.times, args.hours, follow=args.follow, p_switch=args.p_switch)
         group = paged(eight, ranks(n))
         few = asked[:len(asked) // 60]
         single = pod(two, ranks(n))
@@ -128,6 +128,8 @@ def main():
     parser.add_argument('--adapters', type=int, nargs='+', default=[200, 800], help='registered, the most popular ones')
     parser.add_argument('--times', type=int, default=2, help='hours of the trace laid over one another')
     parser.add_argument('--hours', type=float, default=1., help='simulated')
+    parser.add_argument('--follow', type=float, default=.9,
+                        help='probability of going on with a session; 0.9 repeats half of the prompts, 1 no more than 0.53')
     parser.add_argument('--p-switch', type=float, default=0., help="probability that a session's turn changes its adapter")
     parser.add_argument('--reps', type=int, default=3, help='repetitions on the engine')
     args = parser.parse_args()
