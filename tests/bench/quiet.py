@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-import psutil
+import numpy as np, psutil
 from lorajax.bench import LIMIT, Figure
+
+def nobody(share): pass
 
 @dataclass(frozen=True)
 class Budget:
@@ -17,7 +19,7 @@ class Budget:
     seconds: float
     least: int = 3 # repetitions, however long they take
     most: int = 50
-    tell: Callable[[float], None] = lambda share: None # hears which share of the time is used
+    tell: Callable[[float], None] = nobody # hears which share of the time is used
 
 def machine() -> dict:
     "What a run is compared by."
@@ -35,7 +37,7 @@ def versions(*packages) -> dict:
 
 def bandwidth(size=1 << 29) -> dict:
     "Best bytes per second of reading (XLA sums) and of copying (NumPy, a thread a core; read plus written)."
-    import jax, jax.numpy as jnp, numpy as np
+    import jax, jax.numpy as jnp
     from concurrent.futures import ThreadPoolExecutor
     def best(f):
         seconds = []
@@ -84,7 +86,7 @@ def take_turns(things:Mapping[str, Callable[[], dict]], budget:Budget) -> dict[s
 
 def figure(part, name, unit, runs, value, note='') -> Figure:
     "Of each run one value, or several."
-    pairs = [(float(v), r['others']) for r in runs for v in (found if isinstance(found := value(r), list) else [found])]
+    pairs = [(float(v), r['others']) for r in runs for v in np.atleast_1d(value(r))]
     return Figure(part, name, unit, *zip(*pairs), note)
 
 def ratio(part, name, above, below, key, note='') -> Figure:

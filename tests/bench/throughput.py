@@ -120,7 +120,7 @@ def shown(runs, weights, speed):
         yield figure('batch', f'{name}, prefill', 'tokens/s', runs[name], lambda r: ROWS * PROMPT / r['prefill'])
         yield figure('batch', f'{name}, decode', 'tokens/s', runs[name], lambda r: ROWS * (NEW - 1) / r['decode'],
                      limits(weights[name], step, speed))
-    for name in runs.keys() - {PRODUCTS}:
+    for name in (name for name in runs if name != PRODUCTS):
         yield figure('batch', f'{name}, all new', 'tokens/s', runs[name], lambda r: ROWS * NEW / r['total'])
     base, mixed = runs['base'], runs['eight adapters']
     yield ratio('batch', 'products alone / base', runs[PRODUCTS], base, 'decode', "XLA's products in the time of a step")

@@ -1,0 +1,98 @@
+"""One table for this machine: what batches, traffic, swaps, prefixes, routes and HTTP cost, in less than ten minutes.
+
+Each part runs in a process of its own, for about so many seconds after it is ready; at least three turns of all that it
+compares. The run is kept as JSON, and the newest earlier run of the same machine is shown beside it.
+"""
+import argparse, multiprocessing, os, subprocess, sys, time, traceback
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from lorajax.bench import Run, earlier_run, rows, text_table, write_run
+from quiet import Budget, machine, versions
+
+PARTS = dict( # name -> module, seconds
+    memory=('memory', 4), batch=('throughput', 75), active=('engine', 80), registered=('engine', 30), tight=('engine', 50),
+    prefix=('engine', 30), step=('engine', 10), swap=('swap', 15), route=('route', 12), http=('over_http', 30))
+RUNS = ROOT / '.lorajax/bench'
+
+@dataclass(frozen=True)
+class Options:
+    "What all parts are told."
+    peers: str # 'peft' or 'none'
+    registered: int # adapters of the large fleet
+    bandwidth: dict # bytes/s: 'read' and 'copy'
+
+def worker(pipe, name, budget, options):
+    "One part, in its process."
+    import jax
+    jax.config.update('jax_compilation_cache_dir', str(ROOT / '.lorajax/programs'))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', .2)
+    try: pipe.send(getattr(import_module(PARTS[name][0]), name)(replace(budget, tell=pipe.send), options))
+    except Exception: pipe.send(traceback.format_exc())
+
+def figures(name, budget, options, tell):
+    "What a part measured; what went wrong is printed, and it has none."
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context('spawn').Process(target=worker, args=(there, name, budget, options))
+    process.start()
+    there.close()
+    try:
+        while isinstance(news := here.recv(), float): tell(news)
+    except EOFError: news = f'its process ended with {process.exitcode}'
+    process.join()
+    if isinstance(news, list): return news
+    print(f'{name} failed: {news}', file=sys.stderr)
+    return []
+
+def commit():
+    done = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, cwd=ROOT)
+    return dict(commit=done.stdout.strip()) if done.returncode == 0 else {}
+
+def measured(names, args, run):
+    "The run with all parts' figures, after those of the memory, which others need."
+    columns = TextColumn('{task.description:12}'), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1) as bar:
+        for name in names:
+            task = bar.add_task(name, total=1.)
+            budget = Budget(args.scale * PARTS[name][1], args.least)
+            options = Options(args.peers, args.registered, run.bandwidth)
+            new = figures(name, budget, options, lambda share: bar.update(task, completed=share))
+            if name == 'memory': run = replace(run, bandwidth={f.name: 1e9 * max(f.values) for f in new})
+            bar.update(task, completed=1.)
+            bar.stop_task(task)
+            run = replace(run, figures=(*run.figures, *new))
+    return run
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    installed = 'peft' if find_spec('peft') and find_spec('torch') else 'none'
+    parser.add_argument('--only', default=','.join(PARTS), metavar='PART,…', help=f'of {", ".join(PARTS)}; all by default')
+    parser.add_argument('--peers', choices=('peft', 'none'), default=installed, help='beside whom (%(default)s)')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='where the run is kept; by default in .lorajax/bench, by date')
+    parser.add_argument('--scale', type=float, default=1., help='of the seconds that each part has (%(default)s)')
+    parser.add_argument('--least', type=int, default=3, help='turns of each part, however long they take (%(default)s)')
+    parser.add_argument('--registered', type=int, default=1000, help='adapters of the large fleet (%(default)s)')
+    args = parser.parse_args()
+    chosen = args.only.split(',')
+    if unknown := [name for name in chosen if name not in PARTS]: parser.error(f'there is no part {unknown[0]!r}; there are {", ".join(PARTS)}')
+    start, now = time.monotonic(), time.strftime('%Y-%m-%dT%H:%M')
+    names = [name for name in PARTS if name in chosen or name == 'memory']
+    packages = ('lorajax', 'jax', 'jaxlib', 'numpy') + ('peft', 'transformers', 'torch') * (args.peers == 'peft')
+    run = measured(names, args, Run(machine(), versions(*packages) | commit(), now, {}, ()))
+    earlier, why = earlier_run(RUNS, run.machine, run.parts)
+    print('  '.join(f'{k} {v}' for k,v in (run.machine | run.versions).items()), end='\n\n')
+    print(text_table(list(rows(run, earlier))), end='\n\n')
+    print(f'{why}\n{run.undisturbed:.0%} of the values undisturbed by other processes; {(time.monotonic() - start) / 60:.1f} minutes')
+    out = args.json or RUNS / f'{now.replace(":", ".")}.json'
+    write_run(run, out)
+    print(f'kept in {os.path.relpath(out)}')
+    sys.exit(run.parts != set(names))
+
+if __name__ == '__main__': main()
