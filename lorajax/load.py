@@ -82,7 +82,7 @@ class Arrival:
 WORDS = ('time year people way day man thing woman life child world school state family student group country problem hand part '
          'place case week company system program question work number night point home water room mother area money story').split()
 
-def words(n:int, seed:int) -> str: # seed: of this prompt
+def words(n:int, seed:int|tuple[int, ...]) -> str: # seed: of this prompt
     "A text of about n tokens."
     return ' '.join(np.random.default_rng(seed).choice(WORDS, n).tolist())
 
