@@ -1,7 +1,7 @@
 """One table for this machine: what batches, traffic, swaps, prefixes, routes and HTTP cost, in less than ten minutes.
 
-Each part runs in a process of its own, for about so many seconds after it is ready; at least three turns of all that it
-compares. The run is kept as JSON, and the newest earlier run of the same machine is shown beside it.
+Each part runs in a process of its own, and has its share of the time that is left; what it compares takes turns for so long,
+twice at least. The run is kept as JSON, and the newest earlier run of the same machine is shown beside it.
 """
 import argparse, multiprocessing, os, subprocess, sys, time, traceback
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from lorajax.bench import Run, earlier_run, rows, text_table, write_run
 from quiet import Budget, machine, versions
 
-PARTS = dict( # name -> module, seconds
-    memory=('memory', 4), batch=('throughput', 75), active=('engine', 80), registered=('engine', 30), tight=('engine', 50),
-    prefix=('engine', 30), step=('engine', 10), swap=('swap', 15), route=('route', 12), http=('over_http', 30))
+PARTS = dict( # name -> module, and its share of the time: seconds of ten minutes' work on two cores
+    memory=('memory', 8), batch=('throughput', 120), active=('engine', 110), registered=('engine', 60), tight=('engine', 80),
+    prefix=('engine', 40), step=('engine', 30), swap=('swap', 30), route=('route', 15), http=('over_http', 70))
 RUNS = ROOT / '.lorajax/bench'
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ def commit():
 
 def measured(names, args, run):
     "The run with all parts' figures, after those of the memory, which others need."
+    end = time.monotonic() + 60 * args.minutes * sum(PARTS[n][1] for n in names) / sum(s for _,s in PARTS.values())
     columns = TextColumn('{task.description:12}'), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=1) as bar:
         for name in names:
             task = bar.add_task(name, total=1.)
-            budget = Budget(args.scale * PARTS[name][1], args.least)
+            left = sum(PARTS[n][1] for n in names[names.index(name):])
+            budget = Budget(time.monotonic() + (end - time.monotonic()) * PARTS[name][1] / left, args.least)
             options = Options(args.peers, args.registered, run.bandwidth)
             new = figures(name, budget, options, lambda share: bar.update(task, completed=share))
             if name == 'memory': run = replace(run, bandwidth={f.name: 1e9 * max(f.values) for f in new})
@@ -76,8 +78,8 @@ def main():
     parser.add_argument('--only', default=','.join(PARTS), metavar='PART,…', help=f'of {", ".join(PARTS)}; all by default')
     parser.add_argument('--peers', choices=('peft', 'none'), default=installed, help='beside whom (%(default)s)')
     parser.add_argument('--json', type=Path, metavar='FILE', help='where the run is kept; by default in .lorajax/bench, by date')
-    parser.add_argument('--scale', type=float, default=1., help='of the seconds that each part has (%(default)s)')
-    parser.add_argument('--least', type=int, default=3, help='turns of each part, however long they take (%(default)s)')
+    parser.add_argument('--minutes', type=float, default=9., help='for all parts; fewer parts have their share (%(default)s)')
+    parser.add_argument('--least', type=int, default=2, help='turns of each part, however long they take (%(default)s)')
     parser.add_argument('--registered', type=int, default=1000, help='adapters of the large fleet (%(default)s)')
     args = parser.parse_args()
     chosen = args.only.split(',')

@@ -16,9 +16,9 @@ def nobody(share): pass
 @dataclass(frozen=True)
 class Budget:
     "How long something may be measured."
-    seconds: float
-    least: int = 3 # repetitions, however long they take
-    most: int = 50
+    end: float # of its time, by `time.monotonic`
+    least: int = 2 # repetitions, however long they take
+    most: int = 10
     tell: Callable[[float], None] = nobody # hears which share of the time is used
 
 def machine() -> dict:
@@ -70,18 +70,18 @@ def wait_idle(patience):
 
 def take_turns(things:Mapping[str, Callable[[], dict]], budget:Budget) -> dict[str, list[dict]]:
     "What each thing returned in each of its turns, with the cores that other processes used."
-    runs, start, spent = {name: [] for name in things}, time.perf_counter(), 0.
+    runs, start = {name: [] for name in things}, time.monotonic()
+    room = max(1., budget.end - start)
     for rep in range(budget.most):
-        if rep >= budget.least and spent * (rep + 1) / rep > budget.seconds: break # another would not fit
-        for i, (name, f) in enumerate(things.items()):
-            wait_idle(budget.seconds / 10 / len(things))
+        turn = (time.monotonic() - start) / max(1, rep) # seconds that one takes
+        if rep >= budget.least and time.monotonic() + turn > budget.end: break
+        for name, f in things.items():
+            wait_idle(min(10., room / 20 / len(things)))
             before, begin = cpu_seconds(), time.perf_counter()
             run = f()
             run['others'] = others(before, cpu_seconds(), time.perf_counter() - begin)
             runs[name].append(run)
-            done = (rep + (i + 1) / len(things)) / budget.least
-            budget.tell(min(1., done, (time.perf_counter() - start) / budget.seconds))
-        spent = time.perf_counter() - start
+            budget.tell(min(1., (time.monotonic() - start) / room))
     return runs
 
 def figure(part, name, unit, runs, value, note='') -> Figure:

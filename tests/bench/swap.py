@@ -77,7 +77,7 @@ def figures(runs, things, nbytes):
         shares = ', '.join(f'{p50[t] / p50["swap"]:.2f} of {t}\'s speed' for t in ('memcpy', 'memcpy, all cores'))
         p99 = np.percentile(np.concatenate([r['swap', kind] for r in runs]), 99)
         notes = dict(swap=f'{n / 1e6:.1f} MB; P99 {p99:.2f}; {shares}')
-        for thing in things: yield figure('swap', f'{label}, {thing}', 'ms', runs, lambda r: r[thing, kind], notes.get(thing, ''))
+        for thing in ('swap', 'allocate', 'memcpy'): yield figure('swap', f'{label}, {thing}', 'ms', runs, lambda r: r[thing, kind], notes.get(thing, ''))
     every = lambda r: list(chain(*(r['swap', kind] for kind in KINDS)))
     yield figure('swap', 'all kinds, swap P99', 'ms', runs, lambda r: np.percentile(every(r), 99), 'of each round')
 
