@@ -93,7 +93,8 @@ class Change:
 def change(new:Figure, old:Figure) -> Change:
     "How a figure has changed."
     def outside(f, spread): return not spread[0] <= f.median <= spread[1]
-    return Change(new.median / old.median if old.median else float('nan'), outside(new, old.spread) and outside(old, new.spread))
+    ratio = new.median / old.median if old.median else float('nan')
+    return Change(ratio, outside(new, old.spread) and outside(old, new.spread))
 
 def changes(run:Run, earlier:Run|None) -> dict[tuple[str, str], Change]: # (part, name) -> what became of it
     "All figures that both runs have, in the same unit."

@@ -29,8 +29,10 @@ def drawn_times(
     seed:int=0,
 ) -> list[float]: # seconds after the start, the first at 0
     "When requests arrive."
-    if not (n > 0 and rate > 0 and cv >= 0): raise Refused(f'{n} requests at {rate:g}/s with cv {cv:g}; give positive numbers')
-    gaps = np.full(n - 1, 1 / rate) if cv == 0 else np.random.default_rng(seed).gamma(cv ** -2, cv ** 2 / rate, n - 1)
+    if not (n > 0 and rate > 0 and cv >= 0):
+        raise Refused(f'{n} requests at {rate:g}/s with cv {cv:g}; give positive numbers')
+    if cv == 0: return [i / rate for i in range(n)]
+    gaps = np.random.default_rng(seed).gamma(cv ** -2, cv ** 2 / rate, n - 1)
     return [0., *np.cumsum(gaps).tolist()]
 
 # %% ../nbs/19a_load.ipynb #09ebd99a
@@ -54,7 +56,8 @@ def read_trace(
     if not (speed > 0 and shorter > 0): raise Refused(f'speed {speed:g} and shorter {shorter:g}; give positive numbers')
     try:
         content = path.read_bytes()
-        lines = csv.DictReader(io.StringIO((gzip.decompress(content) if path.suffix == '.gz' else content).decode('utf-8-sig')))
+        text = (gzip.decompress(content) if path.suffix == '.gz' else content).decode('utf-8-sig')
+        lines = csv.DictReader(io.StringIO(text))
         if missing := set(COLUMNS) - set(lines.fieldnames or ()):
             raise Refused(f'{path} has no column {sorted(missing)[0]}; a trace has {", ".join(COLUMNS)}')
         found = []
@@ -62,9 +65,11 @@ def read_trace(
             if len(found) == n: break
             try: found.append(_row(line))
             except (ValueError, TypeError, AttributeError) as e:
-                raise Refused(f'{path}, line {lines.line_num}: {quoted(line)} is no request ({e}); correct the line, or remove it') from None
+                where = f'{path}, line {lines.line_num}'
+                raise Refused(f'{where}: {quoted(line)} is no request ({e}); correct the line, or remove it') from None
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as e:
-        raise Refused(f'{path} cannot be read ({getattr(e, "strerror", None) or e}); give a CSV file, perhaps with .gz behind') from None
+        why = getattr(e, 'strerror', None) or e
+        raise Refused(f'{path} cannot be read ({why}); give a CSV file, perhaps with .gz behind') from None
     if not found: raise Refused(f'{path} has no requests; give a trace that has some')
     start = min(t for t,_,_ in found)
     def size(tokens): return max(1, round(tokens / shorter))
@@ -79,8 +84,9 @@ class Arrival:
     prompt_tokens: int # about; of the message, without a template
     max_tokens: int
 
-WORDS = ('time year people way day man thing woman life child world school state family student group country problem hand part '
-         'place case week company system program question work number night point home water room mother area money story').split()
+WORDS = ('time year people way day man thing woman life child world school state family student group country problem '
+         'hand part place case week company system program question work number night point home water room mother area '
+         'money story').split()
 
 def words(n:int, seed:int|tuple[int, ...]) -> str: # seed: of this prompt
     "A text of about n tokens."
@@ -185,7 +191,8 @@ async def check_models(client, server:Server, models:Sequence[str]):
     for model in models:
         try: r = await client.post(server.address, json=server.body(model, 'hello', 1), timeout=server.timeout)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as e:
-            raise Refused(f'{server.url} cannot be reached ({str(e) or type(e).__name__}); start the server, or give another --url') from None
+            why = str(e) or type(e).__name__
+            raise Refused(f'{server.url} cannot be reached ({why}); start the server, or give another --url') from None
         if r.status_code == 200: continue
         said = r.text
         with suppress(ValueError, KeyError, TypeError): said = r.json()['error']['message']
@@ -238,16 +245,16 @@ def summary(outcomes:Sequence[Outcome]) -> Summary:
     times = {k: percentiles([getattr(o, k) for o in good]) for k in ('first', 'per_token', 'end')}
     seconds = max(o.arrival.at + o.end for o in outcomes) - min(o.arrival.at for o in outcomes)
     tokens, counted = sum(o.tokens for o in good), all(o.counted for o in good)
+    errors, models = Counter(o.error for o in outcomes if o.error), Counter(o.arrival.model for o in outcomes)
     return Summary(len(outcomes), len(good), seconds, **times, lag=percentiles([o.lag for o in outcomes]),
                    prompt_tokens=sum(o.prompt_tokens or 0 for o in good) if counted else None, tokens=tokens,
-                   tokens_per_second=tokens / seconds, counted=counted, errors=dict(Counter(o.error for o in outcomes if o.error)),
-                   models=dict(Counter(o.arrival.model for o in outcomes)))
+                   tokens_per_second=tokens / seconds, counted=counted, errors=dict(errors), models=dict(models))
 
 LATE = .05 # seconds: a P99 of the lag above it says that the client is overloaded
 
 def told(s:Summary) -> list[str]:
     "A summary as lines of text."
-    def ms(name, values): return f'{name:24}' + ''.join(f'{1e3 * v:10.1f}' for v in values) if values else f'{name:24}         –'
+    def ms(name, values): return f'{name:24}' + (''.join(f'{1e3 * v:10.1f}' for v in values) or f'{"–":>10}')
     by = 'counted by the server' if s.counted else 'events with text were counted; the server sends no usage'
     sizes = '' if s.prompt_tokens is None else f', {s.prompt_tokens} of the prompts'
     lines = [f'{s.answered} of {s.requests} requests answered in {s.seconds:.1f} s: {s.answered / s.seconds:.2f}/s',
@@ -256,7 +263,8 @@ def told(s:Summary) -> list[str]:
              ms('time to first token', s.first), ms('time per output token', s.per_token), ms('end to end', s.end),
              ms('sent late by', s.lag), '', 'requests: ' + ', '.join(f'{m} {n}' for m,n in s.models.items())]
     if s.errors: lines.append('errors: ' + ', '.join(f'{kind} {n}' for kind,n in s.errors.items()))
-    if s.lag[2] > LATE: lines.append('note: this client is overloaded and sent late; times include it. Use a faster machine, or a lower rate')
+    if s.lag[2] > LATE:
+        lines.append('note: this client is overloaded and sent late, which the times include; ask at a lower rate')
     return lines
 
 # %% ../nbs/19a_load.ipynb #7c26bf6a
@@ -266,7 +274,8 @@ bench_app = typer.Typer(no_args_is_help=True, help='Measure: a server under load
 def _group(): pass # or Typer makes its only command the whole of it
 
 def _planned(models, zipf, trace, speed, shorter, rate, cv, requests, prompt_tokens, max_tokens, seed):
-    if (trace is None) == (rate is None): raise Refused('say when requests arrive: give --rate or --trace, and not both')
+    if (trace is None) == (rate is None):
+        raise Refused('say when requests arrive: give --rate or --trace, and not both')
     if not models: raise Refused('say which models are asked: --model NAME, once or more')
     if trace: sizes = read_trace(trace, requests, speed, shorter)
     else: sizes = [(t, prompt_tokens, max_tokens) for t in drawn_times(requests or 100, rate, cv, seed)]
@@ -275,11 +284,13 @@ def _planned(models, zipf, trace, speed, shorter, rate, cv, requests, prompt_tok
 def _fields(text):
     try: found = json.loads(text)
     except ValueError: found = None
-    if not isinstance(found, dict): raise Refused(f'--body {quoted(text)} is no JSON object; write it as {{"temperature": 0}}')
+    if not isinstance(found, dict):
+        raise Refused(f'--body {quoted(text)} is no JSON object; write it as {{"temperature": 0}}')
     return found
 
 def _keep(path, server, s, outcomes):
-    facts = dict(url=server.url, date=datetime.now().isoformat(timespec='seconds'), chat=server.chat, body=dict(server.extra))
+    now = datetime.now().isoformat(timespec='seconds')
+    facts = dict(url=server.url, date=now, chat=server.chat, body=dict(server.extra))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts | dict(summary=asdict(s), requests=[asdict(o) for o in outcomes])) + '\n')
 
@@ -299,8 +310,10 @@ def serve(
     requests:Annotated[int|None, typer.Option('--requests', '-n', min=1, help='How many; 100, or all of a trace.')]=None,
     prompt_tokens:Annotated[int, typer.Option(min=1, help='Of a prompt, about; with --rate.')]=64,
     max_tokens:Annotated[int, typer.Option(min=1, help='Of an answer, at most; with --rate.')]=64,
-    completions:Annotated[bool, typer.Option('--completions', help='Ask /v1/completions, not /v1/chat/completions.')]=False,
-    body:Annotated[str, typer.Option(metavar='JSON', help='More fields, such as {"temperature": 0, "ignore_eos": true}.')]='{}',
+    completions:Annotated[bool, typer.Option('--completions',
+        help='Ask /v1/completions, not /v1/chat/completions.')]=False,
+    body:Annotated[str, typer.Option(metavar='JSON',
+        help='More fields, such as {"temperature": 0, "ignore_eos": true}.')]='{}',
     api_key:Annotated[str, typer.Option(envvar='OPENAI_API_KEY', show_envvar=True, help='The key.')]='',
     timeout:Annotated[float, typer.Option(help='Seconds that an answer may take.')]=300.,
     seed:int=0,

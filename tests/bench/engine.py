@@ -1,7 +1,7 @@
 """The engine under traffic: how its speed depends on adapters that are active, registered, or more than the arena holds.
 
-SmolLM2 in bfloat16, rank-16 adapters on all seven linears, 64 prompt tokens and 16 new ones a request, greedy, at most 16 at a
-time. What is compared takes turns, as quiet.py says.
+SmolLM2 in bfloat16, rank-16 adapters on all seven linears, 64 prompt tokens and 16 new ones a request, greedy, at most 16
+at a time. What is compared takes turns, as quiet.py says.
 """
 import statistics, threading, time
 from dataclasses import replace
@@ -47,7 +47,8 @@ def loaded(base, n, config=CONFIG):
     for i in range(n): engine.load(random_adapter(base.config, f'a{i}', 16, LINEARS, 1., i, .02))
     return engine
 
-def speed(part, name, runs, note=''): return figure(part, f'{name}, all new', 'tokens/s', runs, lambda r: REQUESTS * NEW / r['total'], note)
+def speed(part, name, runs, note=''):
+    return figure(part, f'{name}, all new', 'tokens/s', runs, lambda r: REQUESTS * NEW / r['total'], note)
 def first(part, name, runs, note=''): return figure(part, f'{name}, first token', 's', runs, lambda r: r['first'], note)
 def worst(part, name, runs, note=''): return figure(part, f'{name}, last first token', 's', runs, lambda r: r['worst'], note)
 
@@ -69,7 +70,8 @@ def registered(budget, options):
         things = {'8 registered': few, f'{n} registered': many}
         for engine in things.values(): traffic(engine, in_turn(8), 8, 4)
         runs = take_turns({k: (lambda e=e: traffic(e, in_turn(8), 8)) for k,e in things.items()}, budget)
-    found = [speed('registered', name, runs[name], 'eight of them active') for name in things]
+    found = [f for name in things for f in (speed('registered', name, runs[name], 'eight of them active'),
+                                            first('registered', name, runs[name]))]
     return [*found, ratio('registered', f'{n} / 8 registered', runs['8 registered'], runs[f'{n} registered'], 'total')]
 
 def tight(budget, options):
@@ -84,8 +86,7 @@ def tight(budget, options):
         runs = take_turns(things, budget)
         swaps = room_for_8.stats().swaps - before
     note = f'{swaps} swaps for {REQUESTS * sum(len(runs[k]) for k in things if k.endswith("for 8"))} requests'
-    kinds = lambda name: (speed('tight', name, runs[name]), first('tight', name, runs[name]), worst('tight', name, runs[name]))
-    found = [f for name in things for f in kinds(name)]
+    found = [f('tight', name, runs[name]) for name in things for f in (speed, first, worst)]
     for n in (8, 16):
         short, all = (runs[f'{n} at a time, room for {room}'] for room in ('8', 'all'))
         found.append(ratio('tight', f'{n} at a time, room for 8 / all, first token', short, all, 'first', note))
@@ -96,7 +97,7 @@ def tight(budget, options):
 TALKS, TURNS, SAID = 4, 5, 48 # conversations, their turns, and the tokens that a turn adds
 
 def talk(engine, names, rng):
-    "A conversation whose turns `names` answer one after the other; for each turn, tokens, cached ones and seconds to the first."
+    "A conversation that `names` answer in turn; of each the prompt's tokens, cached ones, seconds to the first new one."
     ids, turns = rng.integers(17, 49152, SAID).tolist(), []
     for name in names:
         start = time.perf_counter()
@@ -111,19 +112,22 @@ def talks(engine, p_switch, rng):
     turns = []
     for _ in range(TALKS):
         names = [rng.integers(4)]
-        while len(names) < TURNS: names.append((names[-1] + rng.integers(1, 4)) % 4 if rng.random() < p_switch else names[-1])
+        while len(names) < TURNS:
+            names.append((names[-1] + rng.integers(1, 4)) % 4 if rng.random() < p_switch else names[-1])
         turns.append(talk(engine, [f'a{n}' for n in names], rng))
     later = [t for talk in turns for t in talk[1:]]
-    return dict(hit=sum(c for _,c,_ in later) / sum(n for n,_,_ in later), last=statistics.median(talk[-1][2] for talk in turns))
+    hit = sum(c for _,c,_ in later) / sum(n for n,_,_ in later)
+    return dict(hit=hit, last=statistics.median(talk[-1][2] for talk in turns))
 
 def prefix(budget, options):
-    "Conversations that stay with their adapter, change it now and then, or always: only who answered before finds the prefix."
+    "Conversations that stay with an adapter, change it now and then, or always: who answered before finds the prefix."
     cases, rng = {'stays': 0., 'changes 4 of 10 turns': .4, 'always changes': 1.}, np.random.default_rng(0)
     with loaded(load_base('smollm2'), 4, replace(CONFIG, rows=8, slots=8)) as engine:
         talks(engine, 1., rng)
         runs = take_turns({k: (lambda p=p: talks(engine, p, rng)) for k,p in cases.items()}, budget)
-    rates = [figure('prefix', f'{k}, hit rate', 'ratio', r, lambda r: r['hit'], 'cached tokens of all, from the second turn on') for k,r in runs.items()]
-    times = [figure('prefix', f'{k}, first token', 'ms', r, lambda r: 1e3 * r['last'], f'fifth turn, {TURNS * SAID} tokens') for k,r in runs.items()]
+    rate_note, time_note = 'cached tokens of all, from the second turn on', f'fifth turn, {TURNS * SAID} tokens'
+    rates = [figure('prefix', f'{k}, hit rate', 'ratio', r, lambda r: r['hit'], rate_note) for k,r in runs.items()]
+    times = [figure('prefix', f'{k}, first token', 'ms', r, lambda r: 1e3 * r['last'], time_note) for k,r in runs.items()]
     return rates + times + [ratio('prefix', 'miss / hit, first token', runs['always changes'], runs['stays'], 'last')]
 
 # ---- a step
@@ -139,7 +143,8 @@ def step(budget, options):
                 try: return what(*a)
                 finally: spent[name].append(time.perf_counter() - start)
             return call
-        sched.plan, runner.run, sched.commit = timed('plan', sched.plan), timed('run', runner.run), timed('commit', sched.commit)
+        sched.plan, sched.commit = timed('plan', sched.plan), timed('commit', sched.commit)
+        runner.run = timed('run', runner.run)
         def decode(names):
             traffic(engine, names, 8)
             found = {k: statistics.median(v[-NEW // 2:]) for k,v in spent.items()}
@@ -148,5 +153,5 @@ def step(budget, options):
         cases = {'base': [None] * 8, 'one adapter': ['a0'] * 8, 'eight adapters': [f'a{i}' for i in range(8)]}
         for names in cases.values(): decode(names)
         runs = take_turns({k: (lambda names=names: decode(names)) for k,names in cases.items()}, budget)
-    note = dict(plan='who runs next', run='the compiled program, packing included', commit="pages and ends")
+    note = dict(plan='who runs next', run='the compiled program, packing included', commit='pages and ends')
     return [figure('step', f'{name}, {k}', 'ms', runs[name], lambda r: 1e3 * r[k], note[k]) for name in cases for k in spent]

@@ -75,15 +75,16 @@ def measured(names, args, run):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     installed = 'peft' if find_spec('peft') and find_spec('torch') else 'none'
-    parser.add_argument('--only', default=','.join(PARTS), metavar='PART,…', help=f'of {", ".join(PARTS)}; all by default')
+    parser.add_argument('--only', default=','.join(PARTS), metavar='PART,…', help=f'{", ".join(PARTS)}; all by default')
     parser.add_argument('--peers', choices=('peft', 'none'), default=installed, help='beside whom (%(default)s)')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='where the run is kept; by default in .lorajax/bench, by date')
-    parser.add_argument('--minutes', type=float, default=9., help='for all parts; fewer parts have their share (%(default)s)')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='where to keep the run; default: in .lorajax/bench, by date')
+    parser.add_argument('--minutes', type=float, default=9., help='for all parts; fewer have their share (%(default)s)')
     parser.add_argument('--least', type=int, default=2, help='turns of each part, however long they take (%(default)s)')
     parser.add_argument('--registered', type=int, default=1000, help='adapters of the large fleet (%(default)s)')
     args = parser.parse_args()
     chosen = args.only.split(',')
-    if unknown := [name for name in chosen if name not in PARTS]: parser.error(f'there is no part {unknown[0]!r}; there are {", ".join(PARTS)}')
+    for name in chosen:
+        if name not in PARTS: parser.error(f'there is no part {name!r}; there are {", ".join(PARTS)}')
     start, now = time.monotonic(), time.strftime('%Y-%m-%dT%H:%M')
     names = [name for name in PARTS if name in chosen or name == 'memory']
     packages = ('lorajax', 'jax', 'jaxlib', 'numpy') + ('peft', 'transformers', 'torch') * (args.peers == 'peft')
@@ -91,7 +92,8 @@ def main():
     earlier, why = earlier_run(RUNS, run.machine, run.parts)
     print('  '.join(f'{k} {v}' for k,v in (run.machine | run.versions).items()), end='\n\n')
     print(text_table(list(rows(run, earlier))), end='\n\n')
-    print(f'{why}\n{run.undisturbed:.0%} of the values undisturbed by other processes; {(time.monotonic() - start) / 60:.1f} minutes')
+    minutes = (time.monotonic() - start) / 60
+    print(f'{why}\n{run.undisturbed:.0%} of the values undisturbed by other processes; {minutes:.1f} minutes')
     out = args.json or RUNS / f'{now.replace(":", ".")}.json'
     write_run(run, out)
     print(f'kept in {os.path.relpath(out)}')

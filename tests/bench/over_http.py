@@ -20,8 +20,8 @@ AT_A_TIME = 16
 def by_http(url):
     prompts, firsts = random_prompts(REQUESTS, 64, time.perf_counter_ns()), []
     async def ask(client, i):
-        body = dict(model=NAMES[i % len(NAMES)], prompt=prompts[i], max_tokens=NEW, temperature=0, ignore_eos=True, stream=True,
-                    stream_options=dict(include_usage=True))
+        body = dict(model=NAMES[i % len(NAMES)], prompt=prompts[i], max_tokens=NEW, temperature=0, ignore_eos=True,
+                    stream=True, stream_options=dict(include_usage=True))
         start, lines = time.perf_counter(), []
         async with client.stream('POST', f'{url}/v1/completions', json=body) as r:
             async for line in r.aiter_lines():
@@ -49,6 +49,6 @@ def http(budget, options):
             for f in things.values(): f()
             runs = take_turns(things, budget)
     found = [f for name in things for f in (speed('http', name, runs[name]), first('http', name, runs[name]))]
-    found.append(figure('http', 'HTTP, requests', '1/s', runs['HTTP'], lambda r: REQUESTS / r['total'], f'{AT_A_TIME} at a time'))
-    return [*found, ratio('http', 'HTTP / engine, all new', runs['engine'], runs['HTTP'], 'total'),
+    requests = figure('http', 'HTTP, requests', '1/s', runs['HTTP'], lambda r: REQUESTS / r['total'], f'{AT_A_TIME} at a time')
+    return [*found, requests, ratio('http', 'HTTP / engine, all new', runs['engine'], runs['HTTP'], 'total'),
             ratio('http', 'HTTP / engine, first token', runs['HTTP'], runs['engine'], 'first', 'a time: more is slower')]

@@ -47,7 +47,8 @@ def one_round(model, prompts, server, n):
     def turn(i): switching.route(RouteRequest(prompts[i % 500], f'u{i % 99}', f's{i % 200}', tokens=i), names, 1)
     asks(Router(model)) # to warm up
     seconds = {'L1 user': asks(first, user='ann'), 'L2 session': asks(first, session='talk'),
-               'L3, 64 tokens': asks(Router(model)), 'L3, of it the encoder': timed(n, lambda i: encoder.encode([prompts[i % 500]])),
+               'L3, 64 tokens': asks(Router(model)),
+               'L3, of it the encoder': timed(n, lambda i: encoder.encode([prompts[i % 500]])),
                'L3, of it the classifier': timed(n, lambda i: model.probabilities(x[i % 500:i % 500 + 1])),
                'switch-aware, a turn': timed(n, turn)}
     if not server: return dict(seconds=seconds, redis={})
@@ -60,7 +61,8 @@ async def over_redis(model, prompts, names, server, n):
     assert await shared.start()
     for i in range(-50, n): # the first fifty warm up
         start = time.perf_counter()
-        await router.route(RouteRequest(prompts[i % 500], f'u{i % 300}', f's{i % 200}', tokens=abs(i)), names, time.monotonic())
+        ask = RouteRequest(prompts[i % 500], f'u{i % 300}', f's{i % 200}', tokens=abs(i))
+        await router.route(ask, names, time.monotonic())
         if i >= 0: seconds.append((time.perf_counter() - start, np.nan)) # it computes on two threads, and waits
         await asyncio.sleep(.002)
     await router.close()
@@ -76,9 +78,6 @@ def rounds(model, texts, budget, n):
 def route(budget, options, n=200):
     texts = [t for lines in support_examples()['lines'].values() for t in lines]
     runs = rounds(ModelFolder(ROUTER).current(), texts, budget, n)
-    found = []
-    for name in runs[0]['seconds']:
-        for p in (50, 99):
-            found.append(figure('route', f'{name}, P{p}', 'ms', runs, lambda r: 1e3 * np.percentile(np.array(r['seconds'][name])[:, 0], p),
-                                f'of {n} routes'))
-    return found
+    def ms(r, name, p): return 1e3 * np.percentile(np.array(r['seconds'][name])[:, 0], p)
+    return [figure('route', f'{name}, P{p}', 'ms', runs, lambda r: ms(r, name, p), f'of {n} routes')
+            for name in runs[0]['seconds'] for p in (50, 99)]

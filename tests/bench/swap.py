@@ -73,11 +73,13 @@ def one_round(things, residents, rng):
 def figures(runs, things, nbytes):
     "Of each kind the swaps and what they are beside; last, the slowest of a hundred swaps of any kind."
     for kind, n in nbytes.items():
-        label, p50 = f'rank {kind[0]} {kind[1] or "bfloat16"}', {t: np.median(np.concatenate([r[t, kind] for r in runs])) for t in things}
-        shares = ', '.join(f'{p50[t] / p50["swap"]:.2f} of {t}\'s speed' for t in ('memcpy', 'memcpy, all cores'))
-        p99 = np.percentile(np.concatenate([r['swap', kind] for r in runs]), 99)
-        notes = dict(swap=f'{n / 1e6:.1f} MB; P99 {p99:.2f}; {shares}')
-        for thing in ('swap', 'allocate', 'memcpy'): yield figure('swap', f'{label}, {thing}', 'ms', runs, lambda r: r[thing, kind], notes.get(thing, ''))
+        times = {t: np.concatenate([r[t, kind] for r in runs]) for t in things}
+        p50, p99 = {t: np.median(x) for t,x in times.items()}, np.percentile(times['swap'], 99)
+        label = f'rank {kind[0]} {kind[1] or "bfloat16"}'
+        shares = ', '.join(f'{p50[t] / p50["swap"]:.2f} of {t}' for t in ('memcpy', 'memcpy, all cores'))
+        notes = dict(swap=f'{n / 1e6:.1f} MB; P99 {p99:.2f}; speed {shares}')
+        for thing in ('swap', 'allocate', 'memcpy'):
+            yield figure('swap', f'{label}, {thing}', 'ms', runs, lambda r: r[thing, kind], notes.get(thing, ''))
     every = lambda r: list(chain(*(r['swap', kind] for kind in KINDS)))
     yield figure('swap', 'all kinds, swap P99', 'ms', runs, lambda r: np.percentile(every(r), 99), 'of each round')
 

@@ -61,7 +61,7 @@ def products(base):
 def peft_worker(pipe, adapter_folders):
     "transformers + PEFT in a process of its own, so that neither engine's threads disturb the other."
     import os, warnings
-    os.environ.update(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false')
+    os.environ.update(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false', TQDM_DISABLE='1')
     warnings.simplefilter('ignore')
     import torch, transformers
     from lorajax.gguf_files import smollm2_file
