@@ -4,12 +4,12 @@
 
 # %% ../nbs/19a_load.ipynb #ae6dd228
 from __future__ import annotations
-import asyncio, csv, gzip, io, json, time
+import asyncio, csv, gzip, io, json, math, time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 import numpy as np, typer
@@ -29,7 +29,7 @@ def drawn_times(
     seed:int=0,
 ) -> list[float]: # seconds after the start, the first at 0
     "When requests arrive."
-    if not (n > 0 and rate > 0 and cv >= 0):
+    if not (n > 0 and 0 < rate < math.inf and 0 <= cv < math.inf):
         raise Refused(f'{n} requests at {rate:g}/s with cv {cv:g}; give positive numbers')
     if cv == 0: return [i / rate for i in range(n)]
     gaps = np.random.default_rng(seed).gamma(cv ** -2, cv ** 2 / rate, n - 1)
@@ -40,11 +40,10 @@ COLUMNS = ('TIMESTAMP', 'ContextTokens', 'GeneratedTokens')
 
 def _row(line:Mapping) -> tuple[float, int, int]: # seconds, tokens, tokens
     when, *sizes = (line[c] for c in COLUMNS)
-    text, _, fraction = when.strip().removesuffix('Z').partition('.') # with seven digits, one more than Python reads
-    seconds = (datetime.fromisoformat(text) - datetime(2000, 1, 1)).total_seconds() + float(f'0.{fraction or 0}')
+    moment = datetime.fromisoformat(when.strip())
     prompt, generated = map(int, sizes)
     if prompt < 0 or generated < 0: raise ValueError('a negative number of tokens')
-    return seconds, prompt, generated
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp(), prompt, generated
 
 def read_trace(
     path:Path, # CSV with the columns `COLUMNS`, perhaps with .gz behind
@@ -53,7 +52,8 @@ def read_trace(
     shorter:float=1., # lengths are divided by it; none gets shorter than one token
 ) -> list[tuple[float, int, int]]: # seconds after the first request, tokens of the prompt, tokens to generate
     "A trace's requests."
-    if not (speed > 0 and shorter > 0): raise Refused(f'speed {speed:g} and shorter {shorter:g}; give positive numbers')
+    if not (0 < speed < math.inf and 0 < shorter < math.inf):
+        raise Refused(f'speed {speed:g} and shorter {shorter:g}; give positive numbers')
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == '.gz' else content).decode('utf-8-sig')
@@ -99,6 +99,7 @@ def arrivals(
     seed:int=0,
 ) -> list[Arrival]:
     "Each request with a model."
+    if not 0 <= zipf <= 50: raise Refused(f'zipf {zipf:g}; give a number from 0 to 50')
     popularity = np.arange(1, len(models) + 1) ** -float(zipf)
     chosen = np.random.default_rng(seed).choice(len(models), len(requests), p=popularity / popularity.sum())
     return [Arrival(at, models[k], prompt, new) for (at, prompt, new), k in zip(requests, chosen)]
@@ -316,7 +317,7 @@ def serve(
         help='More fields, such as {"temperature": 0, "ignore_eos": true}.')]='{}',
     api_key:Annotated[str, typer.Option(envvar='OPENAI_API_KEY', show_envvar=True, help='The key.')]='',
     timeout:Annotated[float, typer.Option(help='Seconds that an answer may take.')]=300.,
-    seed:int=0,
+    seed:Annotated[int, typer.Option(min=0, help='Of gaps, models and prompts.')]=0,
     out:Annotated[Path|None, typer.Option('--json', metavar='FILE', help='Keep the figures and every request.')]=None,
 ):
     "Send requests at fixed times to an OpenAI endpoint, and say how it did."

@@ -156,7 +156,7 @@ def test_a_trace_against_our_own_server(ours, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize('words, says', [
     (['-m', 'green', '--rate', '1'], "'green'"), (['-m', 'red'], '--rate or --trace'), (['--rate', '1'], '--model'),
-    (['-m', 'red', '--rate', '0'], 'positive'), (['-m', 'red', '--rate', '1', '--body', '[]'], 'JSON object'),
+    (['-m', 'red', '--rate', '0'], 'positive'), (['-m', 'red', '--rate', '1', '--zipf', 'nan'], 'zipf'), (['-m', 'red', '--rate', '1', '--body', '[]'], 'JSON object'),
     (['-m', 'red', '--trace', 'nowhere.csv'], 'nowhere.csv cannot be read')])
 def test_a_mistake_is_one_sentence(ours, monkeypatch, capsys, words, says):
     code, out, err = command(monkeypatch, capsys, '--url', ours, *words)
@@ -185,6 +185,12 @@ def test_a_real_trace(shared_data):
     assert len(found) == len(lines) - 1 == 19366
     assert [(round(t, 4), p, g) for t,p,g in code] == [(0., 4808, 10), (.052, 3180, 8), (.0982, 110, 27)]
     assert found[-1][0] == pytest.approx(3501.721937) # from 18:15:46.6805900 to 19:14:08.4025270
+
+def test_times_of_a_trace_may_have_a_zone(tmp_path):
+    "Azure's traces of 2024 write it; 09:00:00.5 at +09:00 is half a second after midnight in Greenwich."
+    trace = tmp_path / 'trace.csv'
+    trace.write_text(f'{HEAD}\n2024-05-10 00:00:00.009930+00:00,5,6\n2024-05-10 09:00:00.509930+09:00,7,8\n')
+    assert read_trace(trace) == [(0., 5, 6), (pytest.approx(.5), 7, 8)]
 
 def test_models_by_popularity():
     names = [a.model for a in arrivals([(0., 1, 1)] * 7000, ['a', 'b', 'c', 'd'], zipf=0)]

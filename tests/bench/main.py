@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -52,6 +53,7 @@ def figures(name, budget, options, tell):
     return []
 
 def commit():
+    if not which('git'): return {}
     done = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, cwd=ROOT)
     return dict(commit=done.stdout.strip()) if done.returncode == 0 else {}
 
