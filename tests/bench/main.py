@@ -46,10 +46,10 @@ def figures(name, budget, options, tell):
     there.close()
     try:
         while isinstance(news := here.recv(), float): tell(news)
-    except EOFError: news = f'its process ended with {process.exitcode}'
+    except EOFError: news = None
     process.join()
     if isinstance(news, list): return news
-    print(f'{name} failed: {news}', file=sys.stderr)
+    print(f'{name} failed: {news or f"its process ended with {process.exitcode}"}', file=sys.stderr)
     return []
 
 def commit():
@@ -57,8 +57,8 @@ def commit():
     done = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, cwd=ROOT)
     return dict(commit=done.stdout.strip()) if done.returncode == 0 else {}
 
-def measured(names, args, run):
-    "The run with all parts' figures, after those of the memory, which others need."
+def measured(names, args, run, out):
+    "The run with all parts' figures, after those of the memory, which others need; kept after each part."
     end = time.monotonic() + 60 * args.minutes * sum(PARTS[n][1] for n in names) / sum(s for _,s in PARTS.values())
     columns = TextColumn('{task.description:12}'), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=1) as bar:
@@ -72,6 +72,7 @@ def measured(names, args, run):
             bar.update(task, completed=1.)
             bar.stop_task(task)
             run = replace(run, figures=(*run.figures, *new))
+            write_run(run, out)
     return run
 
 def main():
@@ -90,14 +91,13 @@ def main():
     start, now = time.monotonic(), time.strftime('%Y-%m-%dT%H:%M')
     names = [name for name in PARTS if name in chosen or name == 'memory']
     packages = ('lorajax', 'jax', 'jaxlib', 'numpy') + ('peft', 'transformers', 'torch') * (args.peers == 'peft')
-    run = measured(names, args, Run(machine(), versions(*packages) | commit(), now, {}, ()))
-    earlier, why = earlier_run(RUNS, run.machine, run.parts)
+    out = args.json or RUNS / f'{now.replace(":", ".")}.json'
+    earlier, why = earlier_run(RUNS, machine(), set(names))
+    run = measured(names, args, Run(machine(), versions(*packages) | commit(), now, {}, ()), out)
     print('  '.join(f'{k} {v}' for k,v in (run.machine | run.versions).items()), end='\n\n')
     print(text_table(list(rows(run, earlier))), end='\n\n')
     minutes = (time.monotonic() - start) / 60
     print(f'{why}\n{run.undisturbed:.0%} of the values undisturbed by other processes; {minutes:.1f} minutes')
-    out = args.json or RUNS / f'{now.replace(":", ".")}.json'
-    write_run(run, out)
     print(f'kept in {os.path.relpath(out)}')
     sys.exit(run.parts != set(names))
 
