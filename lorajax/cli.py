@@ -25,6 +25,7 @@ from .cli_train import add_merge, add_train
 from .core import Refused, Sampling, needs, read_json
 from .generate import Event, stream
 from .hf import read_hf_config
+from .load import bench_app
 from .lora_config import CONFIG_FILE, check_adapter_config
 from .ops import check_backend
 from .peft import WEIGHTS_FILE
@@ -390,6 +391,7 @@ def demo(
 add_train(app, _loaded)
 add_merge(app, _loaded)
 app.add_typer(route_app, name='route')
+app.add_typer(bench_app, name='bench')
 
 # %% ../nbs/20_cli.ipynb #12aa8cd6
 @app.command(context_settings=dict(ignore_unknown_options=True, allow_extra_args=True, help_option_names=[]))

@@ -9,15 +9,17 @@ import argparse, asyncio, csv, datetime, gzip, importlib.util, json, os, platfor
 from collections import Counter, defaultdict
 from pathlib import Path
 import numpy as np
-from lorajax.encoders import HashedEncoder, SentenceEncoder, StaticEncoder, first_tokens
+from lorajax.encoders import HashedEncoder, SentenceEncoder, StaticEncoder
 from lorajax.evaluation import conversations, evaluate, replayed
-from lorajax.router import OUT_OF_SCOPE, ORDERS, Policy, Router, RouteRequest, Session
+from lorajax.router import OUT_OF_SCOPE, ORDERS, Policy, Router, RouteRequest
 from lorajax.router_model import encoded, fit_model
 from lorajax.shared_state import SharedMemory, SharedRouter
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / 'tests'))
-from quiet import quiet, take_turns
+from lorajax.bench import LIMIT
+from quiet import Budget
+from route import long_prompts, rounds
 from redis_server import RedisServer
 
 # ---- data: each reader gives (training texts, labels, test texts, what is right)
@@ -112,54 +114,6 @@ def on_conversations(model, bank):
 
 # ---- latency
 
-def timed(n, f):
-    "Seconds of each call, by the clock and of this thread's computing."
-    seconds = []
-    for i in range(n):
-        start, busy = time.perf_counter(), time.thread_time()
-        f(i)
-        seconds.append((time.perf_counter() - start, time.thread_time() - busy))
-    return seconds
-
-def long_prompts(texts, encoder, n=500):
-    "Prompts of at least 64 tokens, from sentences that no model was trained on."
-    out = []
-    for i in range(n):
-        text = texts[i % len(texts)]
-        for j in range(1, 40):
-            if len(first_tokens(encoder.tokenizer, text)) == 64: break
-            text += ' ' + texts[(i + j) % len(texts)]
-        out.append(text)
-    return out
-
-def one_round(model, prompts, server, n):
-    "Seconds of n routes of each kind."
-    names, encoder, x = frozenset(model.labels), model.encoder, model.encoder.encode(prompts).x
-    first, switching = Router(model, Policy(order='first')), Router(model)
-    first.users.put('ann', model.labels[0], 0)
-    first.sessions.put('talk', Session(model.labels[1], {model.labels[1]: 900}), 0)
-    def asks(router, **kw): return timed(n, lambda i: router.route(RouteRequest(prompts[i % 500], **kw), names, 1))
-    def turn(i): switching.route(RouteRequest(prompts[i % 500], f'u{i % 99}', f's{i % 200}', tokens=i), names, 1)
-    asks(Router(model)) # to warm up
-    seconds = {'L1 user': asks(first, user='ann'), 'L2 session': asks(first, session='talk'),
-               'L3, 64 tokens': asks(Router(model)), 'L3, of it the encoder': timed(n, lambda i: encoder.encode([prompts[i % 500]])),
-               'L3, of it the classifier': timed(n, lambda i: model.probabilities(x[i % 500:i % 500 + 1])),
-               'switch-aware, a turn': timed(n, turn)}
-    seconds['whole route, Redis on loopback'], counts = asyncio.run(over_redis(model, prompts, names, server, n))
-    return dict(seconds=seconds, redis=counts)
-
-async def over_redis(model, prompts, names, server, n):
-    shared, seconds = SharedMemory(server.url), []
-    router = SharedRouter(Router(model), shared, fresh=0) # every route asks Redis
-    assert await shared.start()
-    for i in range(-50, n): # the first fifty warm up
-        start = time.perf_counter()
-        await router.route(RouteRequest(prompts[i % 500], f'u{i % 300}', f's{i % 200}', tokens=abs(i)), names, time.monotonic())
-        if i >= 0: seconds.append((time.perf_counter() - start, np.nan)) # it computes on two threads, and waits
-        await asyncio.sleep(.002)
-    await router.close()
-    return seconds, dict(shared.line.counts)
-
 async def outage(model, prompts, folder, seconds=6, rate=200):
     "Routes at a steady rate, while Redis is killed after a third of the time and started again after two thirds."
     names, took, failed = frozenset(model.labels), [], 0
@@ -182,21 +136,21 @@ async def outage(model, prompts, folder, seconds=6, rate=200):
         await router.close()
         return took, failed, dict(shared.line.counts)
 
-def latency(model, texts, rounds, n):
-    prompts = long_prompts(texts, model.encoder)
-    with tempfile.TemporaryDirectory() as folder, RedisServer(folder, tcp=True) as server:
-        runs = take_turns({'round': lambda: one_round(model, prompts, server, n)}, rounds)['round']
-    chosen = quiet(runs) or [min(runs, key=lambda r: r['others'])]
-    print(f'\n{len(quiet(runs))} of {rounds} rounds undisturbed' +
-          ('' if quiet(runs) else f'; shown is the one in which others used least, {chosen[0]["others"]:.2f} cores'))
+def latency(model, texts, n_rounds, n):
+    runs = rounds(model, texts, Budget(time.monotonic() + 600, n_rounds, n_rounds), n)
+    quiet = [r for r in runs if r['others'] < LIMIT]
+    chosen = quiet or [min(runs, key=lambda r: r['others'])]
+    print(f'\n{len(quiet)} of {n_rounds} rounds undisturbed' +
+          ('' if quiet else f'; shown is the one in which others used least, {chosen[0]["others"]:.2f} cores'))
     print(f'{"one route, ms":34}{"routes":>8}{"P50":>10}{"P99":>10}{"CPU P99":>10}')
-    out = dict(undisturbed=len(quiet(runs)), others=[round(r['others'], 2) for r in chosen])
+    out = dict(undisturbed=len(quiet), others=[round(r['others'], 2) for r in chosen])
     for name in runs[0]['seconds']:
         ms = np.concatenate([r['seconds'][name] for r in chosen]) * 1e3
         (p50, p99), cpu = np.percentile(ms[:, 0], [50, 99]), np.percentile(ms[:, 1], 99)
         print(f'{name:34}{len(ms):8}{p50:10.3f}{p99:10.3f}' + ('' if np.isnan(cpu) else f'{cpu:10.3f}'))
         out[name] = dict(routes=len(ms), p50_ms=round(float(p50), 4), p99_ms=round(float(p99), 4))
     print(f'Redis, all rounds: {dict(sum((Counter(r["redis"]) for r in runs), Counter()))}')
+    prompts = long_prompts(texts, model.encoder)
     with tempfile.TemporaryDirectory() as folder: took, failed, counts = asyncio.run(outage(model, prompts, folder))
     p50, p99 = np.percentile(np.array(took) * 1e3, [50, 99])
     print(f'{"200/s, Redis killed and restarted":34}{len(took):8}{p50:10.3f}{p99:10.3f}   {failed} failed, {counts}')

@@ -1,21 +1,20 @@
-"""Milliseconds per swap of SmolLM2 adapters, beside allocating anew and beside a memcpy of the same bytes, in one run.
+"""Milliseconds per swap of SmolLM2 adapters, beside allocating anew and beside a memcpy of the same bytes.
 
 Adapters of ranks 16 to 64 on all seven linears, in bfloat16 and in int8, in page-locked memory, and an arena for about
 eight. They come in random order. A swap is timed from `Residents.use` until the arena is ready. The things compared
 take turns from swap to swap, each with another adapter of the same kind and another place to copy to, so that caches
-help none. Rounds of such turns are kept or left out as quiet.py says. --json FILE keeps the swaps' times, for the
-drawing in nbs/07_arena.ipynb.
+help none. Rounds of such turns are kept or left out as quiet.py says.
 """
-import argparse, datetime, json, random, subprocess, tempfile, time
+import random, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from itertools import chain
 import jax, numpy as np, psutil
 from lorajax.arena import Arena, Residents
 from lorajax.base import open_base
 from lorajax.core import module_shapes
 from lorajax.images import RANK_BLOCK, Image, PageLayout, numbers_per_word, pieces_of
 from lorajax.store import ImageFolder, Store
-from quiet import machine, quiet, take_turns
+from quiet import figure, take_turns
 
 KINDS = [(rank, dtype) for dtype in (None, 'int8') for rank in (16, 32, 64)]
 EACH, ROOM, TURNS = 10, 8, 10 # adapters of each kind; adapters in the arena; turns of each kind in a round
@@ -60,42 +59,31 @@ def things_to_time(residents, images, pool, rng):
     return {'swap': swap, 'allocate': allocate, 'memcpy': memcpy, 'memcpy, all cores': memcpy_all_cores}
 
 def one_round(things, residents, rng):
-    seconds = {thing: {kind: [] for kind in KINDS} for thing in things}
+    "Milliseconds of each thing for each kind, in turn."
+    ms = {(thing, kind): [] for thing in things for kind in KINDS}
     for kind in rng.sample(KINDS * TURNS, len(KINDS) * TURNS):
         adapters = rng.sample(range(EACH), len(things))
         residents.drop(name(kind, adapters[0])) # the swap's, should it still be there
         for (thing, f), i in zip(things.items(), adapters):
             start = time.perf_counter()
             f(kind, i)
-            seconds[thing][kind].append(time.perf_counter() - start)
-    return dict(seconds=seconds)
+            ms[thing, kind].append(1e3 * (time.perf_counter() - start))
+    return ms
 
-def table(rounds, nbytes):
-    heads = ('MB', 'swaps', 'swap P50', 'swap P99', 'GB/s', 'of memcpy', 'of all cores', 'alloc P50', 'alloc P99')
-    yield f'{"rank, in ms":16}' + ''.join(f'{h:>14}' for h in heads)
+def figures(runs, things, nbytes):
+    "Of each kind the swaps and what they are beside; last, the slowest of a hundred swaps of any kind."
     for kind, n in nbytes.items():
-        times = {thing: np.concatenate([r['seconds'][thing][kind] for r in rounds]) for thing in rounds[0]['seconds']}
-        p50, p99 = ({thing: np.percentile(t, p) for thing,t in times.items()} for p in (50, 99))
-        ms = lambda thing: [f'{p[thing] * 1e3:.2f}' for p in (p50, p99)]
-        shares = [f'{p50[thing] / p50["swap"]:.2f}' for thing in ('memcpy', 'memcpy, all cores')]
-        speed = f'{n / p50["swap"] / 1e9:.1f}'
-        cells = [f'{n / 1e6:.1f}', len(times['swap']), *ms('swap'), speed, *shares, *ms('allocate')]
-        yield f'{kind[0]} {kind[1] or "bfloat16":13}' + ''.join(f'{c:>14}' for c in cells)
+        times = {t: np.concatenate([r[t, kind] for r in runs]) for t in things}
+        p50, p99 = {t: np.median(x) for t,x in times.items()}, np.percentile(times['swap'], 99)
+        label = f'rank {kind[0]} {kind[1] or "bfloat16"}'
+        shares = ', '.join(f'{p50[t] / p50["swap"]:.2f} of {t}' for t in ('memcpy', 'memcpy, all cores'))
+        notes = dict(swap=f'{n / 1e6:.1f} MB; P99 {p99:.2f}; speed {shares}')
+        for thing in ('swap', 'allocate', 'memcpy'):
+            yield figure('swap', f'{label}, {thing}', 'ms', runs, lambda r: r[thing, kind], notes.get(thing, ''))
+    every = lambda r: list(chain(*(r['swap', kind] for kind in KINDS)))
+    yield figure('swap', 'all kinds, swap P99', 'ms', runs, lambda r: np.percentile(every(r), 99), 'of each round')
 
-def record(rounds, nbytes, undisturbed):
-    "What the notebook draws: the swaps and what they are compared with, in ms."
-    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True).stdout.strip()
-    def times(thing, kind): return sorted(round(t * 1e3, 3) for r in rounds for t in r['seconds'][thing][kind])
-    things = 'swap', 'allocate', 'memcpy'
-    runs = [dict(rank=kind[0], dtype=kind[1] or 'bfloat16', nbytes=n, ms={thing: times(thing, kind) for thing in things})
-            for kind,n in nbytes.items()]
-    return dict(device=machine(), date=str(datetime.date.today()), commit=commit, undisturbed=undisturbed, runs=runs)
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--reps', type=int, default=10, help=f'rounds, each with {TURNS} swaps of every kind')
-    parser.add_argument('--json', type=Path, help='keep the times in this file')
-    args = parser.parse_args()
+def swap(budget, options):
     layout, draw = PageLayout(open_base('smollm2').config, 16), np.random.default_rng(0)
     images = {(kind, i): random_image(*kind, layout, draw) for kind in KINDS for i in range(EACH)}
     nbytes = {kind: images[kind, 0].nbytes for kind in KINDS}
@@ -103,11 +91,6 @@ def main():
         residents, rng = residents_over(folder, images), random.Random(0)
         things = things_to_time(residents, images, pool, rng)
         one_round(things, residents, rng) # to warm up
-        runs = take_turns({'round': lambda: one_round(things, residents, rng)}, args.reps)['round']
+        runs = take_turns({'round': lambda: one_round(things, residents, rng)}, budget)['round']
         residents.store.close()
-    print(f'{machine()}; {len(images)} adapters, an arena of {residents.arena.nbytes / 1e6:.0f} MB')
-    print(f'{len(quiet(runs))} of {len(runs)} rounds undisturbed\n')
-    for line in table(quiet(runs) or runs, nbytes): print(line)
-    if args.json: args.json.write_text(json.dumps(record(quiet(runs) or runs, nbytes, bool(quiet(runs)))) + '\n')
-
-if __name__ == '__main__': main()
+    return list(figures(runs, things, nbytes))

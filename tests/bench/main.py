@@ -1,0 +1,104 @@
+"""One table for this machine: what batches, traffic, swaps, prefixes, routes and HTTP cost, in less than ten minutes.
+
+Each part runs in a process of its own, and has its share of the time that is left; what it compares takes turns for so long,
+twice at least. The run is kept as JSON, and the newest earlier run of the same machine is shown beside it.
+"""
+import argparse, multiprocessing, os, subprocess, sys, time, traceback
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from lorajax.bench import Run, earlier_run, rows, text_table, write_run
+from quiet import Budget, machine, versions
+
+PARTS = dict( # name -> module, and its share of the time: seconds of ten minutes' work on two cores
+    memory=('memory', 8), batch=('throughput', 120), active=('engine', 110), registered=('engine', 60), tight=('engine', 80),
+    prefix=('engine', 40), step=('engine', 30), swap=('swap', 30), route=('route', 15), http=('over_http', 70))
+RUNS = ROOT / '.lorajax/bench'
+
+@dataclass(frozen=True)
+class Options:
+    "What all parts are told."
+    peers: str # 'peft' or 'none'
+    registered: int # adapters of the large fleet
+    bandwidth: dict # bytes/s: 'read' and 'copy'
+
+def worker(pipe, name, budget, options):
+    "One part, in its process."
+    import jax
+    jax.config.update('jax_compilation_cache_dir', str(ROOT / '.lorajax/programs'))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', .2)
+    try: pipe.send(getattr(import_module(PARTS[name][0]), name)(replace(budget, tell=pipe.send), options))
+    except Exception: pipe.send(traceback.format_exc())
+
+def figures(name, budget, options, tell):
+    "What a part measured; what went wrong is printed, and it has none."
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context('spawn').Process(target=worker, args=(there, name, budget, options))
+    process.start()
+    there.close()
+    try:
+        while isinstance(news := here.recv(), float): tell(news)
+    except EOFError: news = None
+    process.join()
+    if isinstance(news, list): return news
+    print(f'{name} failed: {news or f"its process ended with {process.exitcode}"}', file=sys.stderr)
+    return []
+
+def commit():
+    if not which('git'): return {}
+    done = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, cwd=ROOT)
+    return dict(commit=done.stdout.strip()) if done.returncode == 0 else {}
+
+def measured(names, args, run, out):
+    "The run with all parts' figures, after those of the memory, which others need; kept after each part."
+    end = time.monotonic() + 60 * args.minutes * sum(PARTS[n][1] for n in names) / sum(s for _,s in PARTS.values())
+    columns = TextColumn('{task.description:12}'), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1) as bar:
+        for name in names:
+            task = bar.add_task(name, total=1.)
+            left = sum(PARTS[n][1] for n in names[names.index(name):])
+            budget = Budget(time.monotonic() + (end - time.monotonic()) * PARTS[name][1] / left, args.least)
+            options = Options(args.peers, args.registered, run.bandwidth)
+            new = figures(name, budget, options, lambda share: bar.update(task, completed=share))
+            if name == 'memory': run = replace(run, bandwidth={f.name: 1e9 * max(f.values) for f in new})
+            bar.update(task, completed=1.)
+            bar.stop_task(task)
+            run = replace(run, figures=(*run.figures, *new))
+            write_run(run, out)
+    return run
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    installed = 'peft' if find_spec('peft') and find_spec('torch') else 'none'
+    parser.add_argument('--only', default=','.join(PARTS), metavar='PART,…', help=f'{", ".join(PARTS)}; all by default')
+    parser.add_argument('--peers', choices=('peft', 'none'), default=installed, help='beside whom (%(default)s)')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='where to keep the run; default: in .lorajax/bench, by date')
+    parser.add_argument('--minutes', type=float, default=9., help='for all parts; fewer have their share (%(default)s)')
+    parser.add_argument('--least', type=int, default=2, help='turns of each part, however long they take (%(default)s)')
+    parser.add_argument('--registered', type=int, default=1000, help='adapters of the large fleet (%(default)s)')
+    args = parser.parse_args()
+    chosen = args.only.split(',')
+    for name in chosen:
+        if name not in PARTS: parser.error(f'there is no part {name!r}; there are {", ".join(PARTS)}')
+    start, now = time.monotonic(), time.strftime('%Y-%m-%dT%H:%M')
+    names = [name for name in PARTS if name in chosen or name == 'memory']
+    packages = ('lorajax', 'jax', 'jaxlib', 'numpy') + ('peft', 'transformers', 'torch') * (args.peers == 'peft')
+    out = args.json or RUNS / f'{now.replace(":", ".")}.json'
+    earlier, why = earlier_run(RUNS, machine(), set(names))
+    run = measured(names, args, Run(machine(), versions(*packages) | commit(), now, {}, ()), out)
+    print('  '.join(f'{k} {v}' for k,v in (run.machine | run.versions).items()), end='\n\n')
+    print(text_table(list(rows(run, earlier))), end='\n\n')
+    minutes = (time.monotonic() - start) / 60
+    print(f'{why}\n{run.undisturbed:.0%} of the values undisturbed by other processes; {minutes:.1f} minutes')
+    print(f'kept in {os.path.relpath(out)}')
+    sys.exit(run.parts != set(names))
+
+if __name__ == '__main__': main()

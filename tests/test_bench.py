@@ -1,0 +1,95 @@
+"""The benchmark's program from start to end on short time, and runs that can't be read or compared: processes and files."""
+import json, subprocess, sys
+from dataclasses import replace
+from pathlib import Path
+import pytest
+from lorajax.bench import Figure, Run, change, changes, earlier_run, read_run, rows, write_run
+from lorajax.core import Refused
+
+ROOT = Path(__file__).resolve().parents[1]
+
+def fig(*values, others=None, part='batch', name='base', unit='tokens/s'):
+    return Figure(part, name, unit, tuple(map(float, values)), tuple(others or [0.] * len(values)))
+
+def run(*figures, date='2026-11-30T09:00', **machine):
+    return Run(dict(cpu='one', cores=2, memory_gb=8) | machine, dict(jax='0.12'), date, dict(read=3e10, copy=2e10), figures)
+
+@pytest.mark.parametrize('new, old, ratio, clear', [
+    (fig(10, 11, 12), fig(20, 22, 24), .5, True),
+    (fig(10, 11, 12), fig(11, 12, 13), 11 / 12, False), # each median within the other's spread
+    (fig(10, 11, 20), fig(14, 15, 16), 11 / 15, False), # 15 lies between 10 and 20
+    (fig(10, 99, others=[0., .5]), fig(20, others=[.9]), .5, True)]) # 99 was disturbed; of the old one all were
+def test_a_change_is_clear_if_each_median_lies_outside_the_other_spread(new, old, ratio, clear):
+    c = change(new, old)
+    assert c.ratio == pytest.approx(ratio) and c.clear == clear
+
+def test_only_the_same_figure_in_the_same_unit_is_compared():
+    new, old = run(fig(10), fig(3, name='mixed'), fig(7, part='http')), run(fig(20), fig(6, name='mixed', unit='ms'))
+    found = changes(new, old)
+    assert found.keys() == {('batch', 'base')} and found['batch', 'base'].ratio == .5
+    assert changes(new, None) == {}
+    head, *body = rows(new, old)
+    assert head[5] == 'before = 1' and [line[5] for line in body] == ['0.50 *', '', '']
+    assert 'before = 1' not in next(rows(new))
+
+def test_quartiles_of_many_and_the_range_of_few():
+    assert fig(*range(1, 11)).spread == (1, 10)
+    assert fig(*range(1, 102)).spread == (26, 76)
+    f = fig(1, 50, 3, others=[0., .2, .1])
+    assert (f.median, f.spread, f.undisturbed) == (2, (1, 3), 2)
+
+def test_the_newest_earlier_run_of_this_machine_with_these_parts(tmp_path):
+    first, second, third = run(fig(1)), run(fig(2), fig(3, part='swap')), run(fig(4), cpu='other')
+    assert earlier_run(tmp_path, first.machine, {'batch'})[0] is None
+    for i, r in enumerate((first, second, third)): write_run(r, tmp_path / f'2026-11-3{i}.json')
+    assert earlier_run(tmp_path, first.machine, {'batch'})[0] == second
+    assert earlier_run(tmp_path, first.machine, {'batch', 'swap'})[0] == second
+    found, why = earlier_run(tmp_path, first.machine | dict(cores=64), {'batch'})
+    assert found is None and 'another machine' in why and 'cpu other' in why
+    (tmp_path / '2026-11-32.json').unlink()
+    found, why = earlier_run(tmp_path, first.machine, {'http'})
+    assert found is None and 'lacks' in why
+
+@pytest.mark.parametrize('content', ['', '[]', '{}', '{"figures": [{"part": "a"}]}'])
+def test_a_file_that_is_no_run(tmp_path, content):
+    (tmp_path / 'x.json').write_text(content)
+    with pytest.raises(Refused, match='x.json is no run of the benchmark'): read_run(tmp_path / 'x.json')
+
+def test_a_run_comes_back_with_four_digits(tmp_path):
+    r = run(fig(1.23456, 2), fig(.000123456, others=[.0123456], name='b'))
+    write_run(r, tmp_path / 'a/x.json')
+    back = read_run(tmp_path / 'a/x.json')
+    assert back['batch', 'base'].values == (1.235, 2.) and back['batch', 'b'].others == (.01235,)
+    assert replace(back, figures=()) == replace(r, figures=())
+    assert json.loads((tmp_path / 'a/x.json').read_text())['undisturbed'] == 1.
+
+def run_bench(*words):
+    command = [sys.executable, ROOT / 'tests/bench/main.py', *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+def bench(*words):
+    done = run_bench(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+def test_the_program_on_short_time(tmp_path):
+    "Memory and routes; the file says what machine, which versions, and every repetition."
+    out = bench('--only', 'route', '--minutes', .1, '--json', tmp_path / 'run.json')
+    r = read_run(tmp_path / 'run.json')
+    assert r.parts == {'memory', 'route'} and 'route: L1 user, P50' in out and 'undisturbed' in out
+    assert r.machine.keys() == {'cpu', 'cores', 'memory_gb'}
+    assert {'python', 'jax', 'jaxlib', 'numpy', 'lorajax'} <= r.versions.keys()
+    assert all(len(f.values) >= 2 and min(f.values) > 0 for f in r.figures) and r.bandwidth.keys() == {'read', 'copy'}
+    assert r['route', 'L1 user, P50'].median < r['route', 'L3, 64 tokens, P50'].median
+
+def test_a_part_that_is_not_there():
+    done = run_bench('--only', 'nothing')
+    assert done.returncode == 2 and "no part 'nothing'" in done.stderr
+
+@pytest.mark.slow
+def test_all_parts_once(tmp_path):
+    bench('--least', 1, '--minutes', .1, '--registered', 12, '--json', tmp_path / 'run.json')
+    r = read_run(tmp_path / 'run.json')
+    assert r.parts == {'memory', 'batch', 'active', 'registered', 'tight', 'prefix', 'step', 'swap', 'route', 'http'}
+    stays = 480 / 672 # whole blocks of 16: 48, 96, 144 and 192 tokens of 96, 144, 192 and 240
+    assert set(r["prefix", "stays, hit rate"].values) == {float(f"{stays:.4g}")}
