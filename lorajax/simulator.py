@@ -230,6 +230,7 @@ class Comparison:
     runs: Mapping[str, Figures]
 
     def _repr_markdown_(self): return str(self)
+    def __repr__(self): return str(self)
     def __str__(self): # Markdown
         head = ('', 'devices', 'first token P50', 'P99', 'prefix hits', 'adapter there', 'swaps', 'memory in use',
                 'and held', 'tokens/s', 'USD/1000 tokens')

@@ -1,9 +1,11 @@
 "Not notebook cells: two real traces, random prompts against a model that remembers everything, and falsified accounts."
 import gzip, json, random
 from collections import Counter, defaultdict
+from itertools import repeat
 import pytest
 from lorajax.kv import KV, Block, Hits, Prefix, without_copy
 from lorajax.pages import Pages
+from lorajax.plan import ROUTING_TOKEN
 
 def begin(kv, version, tokens, invocation=0):
     table = kv.open(kv.find(version, tokens, invocation))
@@ -19,11 +21,11 @@ def compute(kv, version, tokens, invocation=0):
 
 # ---- hit rates
 
-def replay(prompts, versions):
+def replay(prompts, versions, invocations=None):
     "With an endless cache; each id of the trace stands for a block, and is one token here."
     kv = KV(Pages(sum(map(len, prompts)) + 10), block=1)
-    for tokens, version in zip(prompts, versions):
-        prefix = kv.find(version, tokens)
+    for tokens, version, invocation in zip(prompts, versions, invocations or repeat(0)):
+        prefix = kv.find(version, tokens, invocation)
         kv.count(prefix)
         table = kv.open(prefix)
         kv.grow(table, len(tokens))
@@ -42,18 +44,43 @@ def test_an_endless_cache_hits_exactly_what_the_mooncake_trace_allows(shared_dat
     assert (kv.total.blocks, kv.total.found) == (blocks, found) and f'{found / blocks:.3f}' == rate
     kv.pages.check()
 
+def allowed_by_version(trace, versions): # -> version -> blocks
+    "Leading ids that the version has seen before, counted without any of our code."
+    seen, allowed = defaultdict(set), Counter()
+    for ids, v in zip(trace, versions):
+        allowed[v] += next((i for i,block in enumerate(ids) if block not in seen[v]), len(ids))
+        seen[v] |= set(ids)
+    return allowed
+
 def test_with_buckets_the_mooncake_trace_allows_less(shared_data):
     "24 versions at random: what each bucket allows is counted apart, by the trace's own ids."
     trace = prompts(shared_data / 'trace_mooncake/synthetic_trace.jsonl.gz')[:2000]
     rng = random.Random(0)
     versions = [f'v{rng.randrange(24)}' for _ in trace]
-    seen, allowed = defaultdict(set), Counter()
-    for ids, v in zip(trace, versions):
-        allowed[v] += next((i for i,block in enumerate(ids) if block not in seen[v]), len(ids))
-        seen[v] |= set(ids)
     kv = replay(trace, versions)
-    assert {v: h.found for v,h in kv.hits.items()} == allowed
+    assert {v: h.found for v,h in kv.hits.items()} == allowed_by_version(trace, versions)
     assert kv.total.found < replay(trace, [None] * len(trace)).total.found / 2
+
+@pytest.fixture(scope='module')
+def synthetic(shared_data): return prompts(shared_data / 'trace_mooncake/synthetic_trace.jsonl.gz')
+
+def sessions(trace, p_switch):
+    "Prompts with the same first block are a session, which has one of 500 versions; a prompt takes another one with p_switch."
+    rng, of, versions = random.Random(0), {}, []
+    for ids in trace:
+        own = of.setdefault(ids[0], f'v{rng.randrange(500)}')
+        versions.append(f'v{rng.randrange(500)}' if rng.random() < p_switch else own)
+    return versions
+
+@pytest.mark.parametrize('p_switch, rate', [(0., '0.640'), (.2, '0.485'), (.4, '0.336'), (.7, '0.132'), (1., '0.006')])
+def test_theorem_2_on_the_mooncake_trace(synthetic, p_switch, rate):
+    versions = sessions(synthetic, p_switch)
+    allowed, blocks = allowed_by_version(synthetic, versions).total(), sum(map(len, synthetic))
+    assert replay(synthetic, versions).total.found == allowed <= 77_953 * (1 - p_switch) + .006 * p_switch * blocks
+    assert f'{allowed / blocks:.3f}' == rate
+    routed = replay([(ROUTING_TOKEN,) + ids for ids in synthetic], versions)
+    assert routed.total.found == allowed + len(synthetic) - len(set(versions)), "all but a version's first prompt find its token"
+    assert replay(synthetic, versions, map(len, synthetic)).total.found == 77_953, 'activated at the end: whoever switches'
 
 def conversations(p_switch, activated, turns=600):
     "Three turns each, as in the notebook, with random switches among 500 adapters; token hit rate, and its two parts."
