@@ -282,7 +282,7 @@ def told(s:Summary) -> list[str]:
              ms('time to first token', s.first), ms('time per output token', s.per_token), ms('end to end', s.end),
              ms('sent late by', s.lag), '', 'requests: ' + ', '.join(f'{m} {n}' for m,n in s.models.items())]
     if s.errors: lines.append('errors: ' + ', '.join(f'{kind} {n}' for kind,n in s.errors.items()))
-    if s.at_once: lines.append(f'note: {s.at_once} answers came in one event, and have no time per output token')
+    if s.at_once: lines.append(f'note: {s.at_once} of the answers came in one event, and have no time per output token')
     if s.lag[2] > LATE:
         lines.append('note: this client is overloaded and sent late, which the times include; ask at a lower rate')
     return lines

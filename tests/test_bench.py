@@ -116,6 +116,13 @@ def test_a_signal_ends_the_parts_too(tmp_path):
         assert parts and bench.wait(60) == 1
     assert psutil.wait_procs(parts, 30)[1] == []
 
+def test_time_of_children_that_have_ended_is_ours(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / 'tests/bench')
+    from quiet import cpu_seconds
+    before = cpu_seconds()[1]
+    subprocess.run([sys.executable, '-c', 'import time\nwhile time.process_time() < 1: pass'], check=True)
+    assert cpu_seconds()[1] - before > .9
+
 @pytest.mark.slow
 def test_all_parts_once(tmp_path):
     bench('--least', 1, '--minutes', .1, '--registered', 12, '--limit', 30, '--json', tmp_path / 'run.json',

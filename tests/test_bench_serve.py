@@ -139,7 +139,7 @@ def test_thoughts_are_text_and_one_event_has_no_time_between_tokens():
     assert (whole.events, whole.tokens, whole.per_token) == (1, 3, None)
     s = summary([thinks, whole])
     assert s.per_token == pytest.approx((thinks.per_token,) * 3) and s.at_once == 1
-    assert any('1 answers came in one event' in line for line in told(s))
+    assert any('1 of the answers came in one event' in line for line in told(s))
 
 def test_no_answer_at_all():
     async def answer(body, start, say): await start(503)
@@ -185,7 +185,8 @@ def test_our_own_server(ours, monkeypatch, capsys, tmp_path):
     for more in ([], ['--completions']):
         kept = tmp_path / 'load.json'
         who = '-m', 'red', '-m', 'blue', '-m', 'tiny', '--zipf', 1
-        what = '--rate', 40, '-n', 24, '--prompt-tokens', 3, '--max-tokens', 6, '--body', '{"temperature": 0, "ignore_eos": true}'
+        rules = '{"temperature": 0, "ignore_eos": true}'
+        what = '--rate', 40, '-n', 24, '--prompt-tokens', 3, '--max-tokens', 6, '--body', rules
         code, out, _ = command(monkeypatch, capsys, '--url', ours, *who, *what, '--json', kept, *more)
         found = json.loads(kept.read_text())
         s = found['summary']
