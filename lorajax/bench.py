@@ -54,6 +54,7 @@ class Run:
     date: str # ISO 8601, local time
     bandwidth: Mapping[str, float] # bytes/s: 'read' and 'copy', which counts what is read and what is written
     figures: tuple[Figure, ...]
+    minutes: float|None = None # that it took
 
     @property
     def parts(self) -> set[str]: return {f.part for f in self.figures}
@@ -79,7 +80,8 @@ def read_run(path:Path) -> Run:
         def figure(f): return Figure(**f | {k: tuple(map(float, f[k])) for k in ('values', 'others')})
         figures = tuple(map(figure, facts.pop('figures')))
         if not all(f.values and len(f.values) == len(f.others) for f in figures): raise ValueError('a figure lacks values')
-        return Run(**{k: facts[k] for k in ('machine', 'versions', 'date', 'bandwidth')}, figures=figures)
+        said = {k: facts[k] for k in ('machine', 'versions', 'date', 'bandwidth')}
+        return Run(**said, figures=figures, minutes=facts.get('minutes'))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise Refused(f'{path} is no run of the benchmark ({type(e).__name__}: {e}); remove it, or name another') from None
 
@@ -88,13 +90,14 @@ def read_run(path:Path) -> Run:
 class Change:
     "A figure beside an earlier one."
     ratio: float # of the medians, new to old
-    clear: bool # each median lies outside the other's spread
+    clear: bool # each median lies outside the other's spread, of two undisturbed values at least
 
 def change(new:Figure, old:Figure) -> Change:
     "How a figure has changed."
     def outside(f, spread): return not spread[0] <= f.median <= spread[1]
     ratio = new.median / old.median if old.median else float('nan')
-    return Change(ratio, outside(new, old.spread) and outside(old, new.spread))
+    known = min(new.undisturbed, old.undisturbed) > 1
+    return Change(ratio, known and outside(new, old.spread) and outside(old, new.spread))
 
 def changes(run:Run, earlier:Run|None) -> dict[tuple[str, str], Change]: # (part, name) -> what became of it
     "All figures that both runs have, in the same unit."
@@ -108,14 +111,18 @@ def earlier_run(
     parts:set[str], # that the new one has
 ) -> tuple[Run|None, str]: # the newest run to compare with, and a sentence about it
     "The run before."
-    runs = [(p.name, read_run(p)) for p in sorted(folder.glob('*.json'), reverse=True)]
-    if not runs: return None, f'there is no earlier run in {folder}'
+    runs, skipped = [], ''
+    for path in sorted(folder.glob('*.json'), reverse=True):
+        try: runs.append((path.name, read_run(path)))
+        except Refused as e: skipped += f'; {e}'
+    if not runs: return None, f'there is no earlier run in {folder}{skipped}'
     usable = [(name, run) for name, run in runs if run.machine == machine and parts <= run.parts]
-    if usable: return usable[0][1], f'beside it {usable[0][0]}; * where each median lies outside the other run\'s spread'
+    marked = "* where each median lies outside the other run's spread, of two undisturbed values at least"
+    if usable: return usable[0][1], f'beside it {usable[0][0]}; {marked}{skipped}'
     name, run = runs[0]
     told = ', '.join(f'{k} {v}' for k,v in run.machine.items())
     why = f'was another machine ({told})' if run.machine != machine else 'lacks some of these parts'
-    return None, f'not compared: {name} {why}'
+    return None, f'not compared: {name} {why}{skipped}'
 
 # %% ../nbs/19_bench.ipynb #91b9a9d3
 def short(x:float) -> str:

@@ -4,11 +4,11 @@
 
 # %% ../nbs/19a_load.ipynb #ae6dd228
 from __future__ import annotations
-import asyncio, csv, gzip, io, json, math, time
+import asyncio, csv, gzip, io, json, math, time, zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +18,8 @@ from rich.progress import MofNCompleteColumn, Progress
 from .core import Refused, needs, quoted
 
 # %% auto #0
-__all__ = ['COLUMNS', 'WORDS', 'LATE', 'bench_app', 'drawn_times', 'read_trace', 'Arrival', 'words', 'arrivals', 'Outcome',
-           'Server', 'check_models', 'run_load', 'Summary', 'summary', 'told', 'serve']
+__all__ = ['COLUMNS', 'WORDS', 'TEXTS', 'LATE', 'bench_app', 'FIXED', 'drawn_times', 'read_trace', 'Arrival', 'words', 'arrivals',
+           'Outcome', 'Server', 'check_models', 'bodies', 'run_load', 'Summary', 'summary', 'told', 'serve']
 
 # %% ../nbs/19a_load.ipynb #20574d84
 def drawn_times(
@@ -67,7 +67,7 @@ def read_trace(
             except (ValueError, TypeError, AttributeError) as e:
                 where = f'{path}, line {lines.line_num}'
                 raise Refused(f'{where}: {quoted(line)} is no request ({e}); correct the line, or remove it') from None
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as e:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as e:
         why = getattr(e, 'strerror', None) or e
         raise Refused(f'{path} cannot be read ({why}); give a CSV file, perhaps with .gz behind') from None
     if not found: raise Refused(f'{path} has no requests; give a trace that has some')
@@ -113,30 +113,38 @@ class Outcome:
     first: float|None # to the first text; None where there was none
     end: float # to the end, or to the error
     tokens: int # generated
+    events: int # that had text
     prompt_tokens: int|None # as the server counts them
     counted: bool # whether the server counted the tokens
     error: str = '' # its kind
 
     @property
     def per_token(self) -> float|None: # seconds
-        "Between one token and the next."
-        return (self.end - self.first) / (self.tokens - 1) if self.first is not None and self.tokens > 1 else None
+        "Between one token and the next, if they were seen apart."
+        return (self.end - self.first) / (self.tokens - 1) if self.events > 1 and self.tokens > 1 else None
 
 @dataclass
 class _Heard: # of one answer, so far
     first: float|None = None # by the clock
     events: int = 0
-    usage: Mapping|None = None
+    usage: Mapping = field(default_factory=dict)
     ended: bool = False
+
+    def count(self, name) -> int|None: # None if the server says no such number
+        n = self.usage.get(name)
+        return n if isinstance(n, int) and not isinstance(n, bool) else None
+
+TEXTS = ('content', 'reasoning_content', 'reasoning') # fields of a delta, as servers call them
 
 def _hear(heard, line): # an event of the stream
     data = line.removeprefix('data:').strip()
     if data == '[DONE]': heard.ended = True; return
     event = json.loads(data)
     if event.get('error'): raise ValueError('error event')
-    heard.usage = event.get('usage') or heard.usage
+    if isinstance(event.get('usage'), dict): heard.usage = event['usage']
     for choice in event.get('choices') or ():
-        if choice.get('text') or (choice.get('delta') or {}).get('content'):
+        delta = choice.get('delta') or {}
+        if choice.get('text') or any(delta.get(k) for k in TEXTS):
             heard.first = heard.first or time.perf_counter()
             heard.events += 1
         heard.ended = heard.ended or bool(choice.get('finish_reason'))
@@ -159,10 +167,8 @@ class Server:
         said = dict(messages=[dict(role='user', content=prompt)]) if self.chat else dict(prompt=prompt)
         return dict(model=model, max_tokens=max_tokens) | said | more | dict(self.extra)
 
-async def _listen(client, server, arrival, seed, heard): # what went wrong, or nothing
+async def _listen(client, server, body, heard): # what went wrong, or nothing
     import httpx
-    body = server.body(arrival.model, words(arrival.prompt_tokens, seed), arrival.max_tokens,
-                       stream=True, stream_options=dict(include_usage=True))
     try:
         async with asyncio.timeout(server.timeout), client.stream('POST', server.address, json=body) as r:
             if r.status_code != 200: return f'HTTP {r.status_code}'
@@ -174,23 +180,21 @@ async def _listen(client, server, arrival, seed, heard): # what went wrong, or n
     except httpx.HTTPError: return 'broken connection'
     except (ValueError, AttributeError, TypeError) as e: return str(e) if str(e) == 'error event' else 'no event stream'
 
-async def _ask(client, server, arrival, seed, start) -> Outcome: # start: by the clock
-    planned = start + arrival.at
-    await asyncio.sleep(max(0., planned - time.perf_counter()))
-    sent, heard = time.perf_counter(), _Heard()
-    error = await _listen(client, server, arrival, seed, heard)
-    usage = heard.usage if isinstance((heard.usage or {}).get('completion_tokens'), int) else None
-    tokens = usage['completion_tokens'] if usage else heard.events
+async def _ask(client, server, arrival, body, start) -> Outcome: # start: by the clock
+    planned, sent, heard = start + arrival.at, time.perf_counter(), _Heard()
+    error = await _listen(client, server, body, heard)
+    tokens = heard.count('completion_tokens')
     first = None if heard.first is None else heard.first - planned
-    return Outcome(arrival, sent - planned, first, time.perf_counter() - planned, tokens, (usage or {}).get('prompt_tokens'),
-                   usage is not None, error)
+    return Outcome(arrival, sent - planned, first, time.perf_counter() - planned, heard.events if tokens is None else tokens,
+                   heard.events, heard.count('prompt_tokens'), tokens is not None, error)
 
 # %% ../nbs/19a_load.ipynb #17b95bda
 async def check_models(client, server:Server, models:Sequence[str]):
     "Asks each model for one token."
     import httpx
+    plain = replace(server, extra={})
     for model in models:
-        try: r = await client.post(server.address, json=server.body(model, 'hello', 1), timeout=server.timeout)
+        try: r = await client.post(server.address, json=plain.body(model, 'hello', 1), timeout=server.timeout)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as e:
             why = str(e) or type(e).__name__
             raise Refused(f'{server.url} cannot be reached ({why}); start the server, or give another --url') from None
@@ -201,23 +205,34 @@ async def check_models(client, server:Server, models:Sequence[str]):
         raise Refused(f'{server.url} answers {model} with HTTP {r.status_code} ({said[:200]}); '
                       + remedy.get(r.status_code, 'see what the server says in its log'))
 
+def bodies(server:Server, planned:Sequence[Arrival], seed:int) -> list[dict]: # seed: of all prompts
+    "What each request sends."
+    more = dict(stream=True, stream_options=dict(include_usage=True))
+    return [server.body(a.model, words(a.prompt_tokens, (seed, i)), a.max_tokens, **more) for i,a in enumerate(planned)]
+
 async def run_load(
     server:Server,
     planned:Sequence[Arrival],
-    seed:int=0, # of the prompts
+    seed:int|None=None, # of the prompts; by default the clock's: the server may remember those of an earlier run
     tell:Callable[[Outcome], None]=lambda outcome: None, # hears of each request as it ends
 ) -> list[Outcome]: # in the order of arrival
     "Sends every request at its time."
     httpx = needs('httpx', 'serve')
+    planned = sorted(planned, key=lambda a: a.at)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(headers=server.headers, timeout=None, limits=limits, trust_env=False) as client:
         await check_models(client, server, list(dict.fromkeys(a.model for a in planned)))
-        start = time.perf_counter() + .1 # when all tasks are made
-        async def one(i, arrival):
-            outcome = await _ask(client, server, arrival, (seed, i), start)
+        ready, tasks = bodies(server, planned, time.time_ns() if seed is None else seed), []
+        async def one(arrival, body):
+            outcome = await _ask(client, server, arrival, body, start)
             tell(outcome)
             return outcome
-        return list(await asyncio.gather(*[one(i, a) for i,a in enumerate(planned)]))
+        start = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for arrival, body in zip(planned, ready):
+                await asyncio.sleep(max(0., start + arrival.at - time.perf_counter()))
+                tasks.append(group.create_task(one(arrival, body)))
+    return [t.result() for t in tasks]
 
 # %% ../nbs/19a_load.ipynb #8075174e
 @dataclass(frozen=True)
@@ -230,10 +245,11 @@ class Summary:
     per_token: tuple[float, ...] # between tokens
     end: tuple[float, ...] # to the last token
     lag: tuple[float, ...] # of sending, of all requests
-    prompt_tokens: int|None # of all answers; None where the server doesn't count
+    prompt_tokens: int|None # of all answers; None where the server doesn't count all of them
     tokens: int # generated
     tokens_per_second: float
     counted: bool # whether the server counted all of them
+    at_once: int # answers that came in one event, and have no time between tokens
     errors: Mapping[str, int] # kind -> requests
     models: Mapping[str, int] # requests
 
@@ -245,10 +261,11 @@ def summary(outcomes:Sequence[Outcome]) -> Summary:
         return tuple(np.percentile(known, [50, 90, 99]).tolist()) if known else ()
     times = {k: percentiles([getattr(o, k) for o in good]) for k in ('first', 'per_token', 'end')}
     seconds = max(o.arrival.at + o.end for o in outcomes) - min(o.arrival.at for o in outcomes)
-    tokens, counted = sum(o.tokens for o in good), all(o.counted for o in good)
+    tokens, counted = sum(o.tokens for o in good), bool(good) and all(o.counted for o in good)
+    prompts, at_once = [o.prompt_tokens for o in good], sum(o.events == 1 < o.tokens for o in good)
     errors, models = Counter(o.error for o in outcomes if o.error), Counter(o.arrival.model for o in outcomes)
     return Summary(len(outcomes), len(good), seconds, **times, lag=percentiles([o.lag for o in outcomes]),
-                   prompt_tokens=sum(o.prompt_tokens or 0 for o in good) if counted else None, tokens=tokens,
+                   prompt_tokens=sum(prompts) if counted and None not in prompts else None, tokens=tokens, at_once=at_once,
                    tokens_per_second=tokens / seconds, counted=counted, errors=dict(errors), models=dict(models))
 
 LATE = .05 # seconds: a P99 of the lag above it says that the client is overloaded
@@ -257,6 +274,7 @@ def told(s:Summary) -> list[str]:
     "A summary as lines of text."
     def ms(name, values): return f'{name:24}' + (''.join(f'{1e3 * v:10.1f}' for v in values) or f'{"–":>10}')
     by = 'counted by the server' if s.counted else 'events with text were counted; the server sends no usage'
+    if not s.answered: by = 'nothing to count'
     sizes = '' if s.prompt_tokens is None else f', {s.prompt_tokens} of the prompts'
     lines = [f'{s.answered} of {s.requests} requests answered in {s.seconds:.1f} s: {s.answered / s.seconds:.2f}/s',
              f'{s.tokens} tokens generated, {s.tokens_per_second:.1f}/s{sizes} ({by})', '',
@@ -264,6 +282,7 @@ def told(s:Summary) -> list[str]:
              ms('time to first token', s.first), ms('time per output token', s.per_token), ms('end to end', s.end),
              ms('sent late by', s.lag), '', 'requests: ' + ', '.join(f'{m} {n}' for m,n in s.models.items())]
     if s.errors: lines.append('errors: ' + ', '.join(f'{kind} {n}' for kind,n in s.errors.items()))
+    if s.at_once: lines.append(f'note: {s.at_once} of the answers came in one event, and have no time per output token')
     if s.lag[2] > LATE:
         lines.append('note: this client is overloaded and sent late, which the times include; ask at a lower rate')
     return lines
@@ -282,17 +301,28 @@ def _planned(models, zipf, trace, speed, shorter, rate, cv, requests, prompt_tok
     else: sizes = [(t, prompt_tokens, max_tokens) for t in drawn_times(requests or 100, rate, cv, seed)]
     return arrivals(sizes, models, zipf, seed)
 
+FIXED = ('model', 'messages', 'prompt', 'max_tokens', 'stream', 'stream_options') # fields that options and arrivals set
+
 def _fields(text):
     try: found = json.loads(text)
     except ValueError: found = None
     if not isinstance(found, dict):
         raise Refused(f'--body {quoted(text)} is no JSON object; write it as {{"temperature": 0}}')
+    if taken := [k for k in FIXED if k in found]:
+        raise Refused(f'--body sets {taken[0]}, which each request has already; leave it out')
     return found
+
+def _check_file(path): # before the load, which may take an hour
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open('a').close()
+        if not there: path.unlink()
+    except OSError as e: raise Refused(f'--json {path} cannot be written ({e.strerror}); choose another file') from None
 
 def _keep(path, server, s, outcomes):
     now = datetime.now().isoformat(timespec='seconds')
     facts = dict(url=server.url, date=now, chat=server.chat, body=dict(server.extra))
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts | dict(summary=asdict(s), requests=[asdict(o) for o in outcomes])) + '\n')
 
 # %% ../nbs/19a_load.ipynb #100afc42
@@ -315,17 +345,18 @@ def serve(
         help='Ask /v1/completions, not /v1/chat/completions.')]=False,
     body:Annotated[str, typer.Option(metavar='JSON',
         help='More fields, such as {"temperature": 0, "ignore_eos": true}.')]='{}',
-    api_key:Annotated[str, typer.Option(envvar='OPENAI_API_KEY', show_envvar=True, help='The key.')]='',
+    api_key:Annotated[str, typer.Option(envvar='BENCH_API_KEY', show_envvar=True, help="The server's key.")]='',
     timeout:Annotated[float, typer.Option(help='Seconds that an answer may take.')]=300.,
-    seed:Annotated[int, typer.Option(min=0, help='Of gaps, models and prompts.')]=0,
+    seed:Annotated[int, typer.Option(min=0, help='Of gaps and models; prompts are new in every run.')]=0,
     out:Annotated[Path|None, typer.Option('--json', metavar='FILE', help='Keep the figures and every request.')]=None,
 ):
     "Send requests at fixed times to an OpenAI endpoint, and say how it did."
     planned = _planned(model, zipf, trace, speed, shorter, rate, cv, requests, prompt_tokens, max_tokens, seed)
     server = Server(url, not completions, api_key, timeout, _fields(body))
+    if out: _check_file(out)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task('answered', total=len(planned))
-        outcomes = asyncio.run(run_load(server, planned, seed, lambda outcome: bar.advance(task)))
+        outcomes = asyncio.run(run_load(server, planned, tell=lambda outcome: bar.advance(task)))
     s = summary(outcomes)
     print('\n'.join(told(s)))
     if out: _keep(out, server, s, outcomes)

@@ -11,6 +11,8 @@ import served
 
 HEAD = 'TIMESTAMP,ContextTokens,GeneratedTokens'
 
+asked = [] # the bodies of those requests that aren't streamed
+
 @contextmanager
 def listening(answer):
     "A server whose `answer` is a coroutine function of the request's body and of a function that sends an event or bytes."
@@ -25,7 +27,7 @@ def listening(answer):
         async def say(what):
             data = what if isinstance(what, bytes) else f'data: {json.dumps(what)}\n\n'.encode()
             await send(dict(type='http.response.body', body=data, more_body=True))
-        if not body.get('stream'): await start(), await say(b'{}')
+        if not body.get('stream'): asked.append(body); await start(); await say(b'{}')
         else: await answer(body | dict(path=scope['path'], key=headers.get(b'authorization', b'').decode()), start, say)
         await send(dict(type='http.response.body', body=b''))
     sock = socket.socket()
@@ -99,6 +101,52 @@ def test_errors_by_kind_and_usage():
     assert s.errors == {'HTTP 429': 1, 'timeout': 1, 'no event stream': 1, 'cut off': 1, 'error event': 1}
     assert s.models == dict(good=2, busy=1, slow=1, page=1, cut=1, inside=1)
 
+def test_prompts_are_new_in_each_run_unless_the_seed_is_given():
+    seen = []
+    async def answer(body, start, say):
+        seen.append(body['messages'][0]['content'])
+        await start(), await say(text('so ', 'stop')), await say(b'data: [DONE]\n\n')
+    planned = [Arrival(0., 'm', 20, 4), Arrival(.05, 'm', 20, 4)]
+    with listening(answer) as url:
+        for seed in (None, None, 3, 3): asyncio.run(run_load(Server(url), planned, seed))
+    assert len(seen) == 8 and len(set(seen)) == 6 and len({s[:25] for s in seen}) == 6, 'they differ from the beginning'
+
+def test_usage_of_a_foreign_server():
+    "The model's name says what its usage is; only whole numbers count."
+    usages = dict(none=dict(prompt_tokens=None, completion_tokens=5), word=dict(prompt_tokens='9', completion_tokens='5'),
+                  text='many', fine=dict(prompt_tokens=9, completion_tokens=5))
+    async def answer(body, start, say):
+        await start()
+        for end in (None, 'stop'): await say(text('so ', end))
+        await say(dict(choices=[], usage=usages[body['model']])), await say(b'data: [DONE]\n\n')
+    with listening(answer) as url: found = {k: load(url, [Arrival(0., k, 4, 4)])[0] for k in usages}
+    assert {k: (o.error, o.tokens, o.prompt_tokens, o.counted) for k,o in found.items()} == dict(
+        none=('', 5, None, True), word=('', 2, None, False), text=('', 2, None, False), fine=('', 5, 9, True))
+    assert summary([found['fine'], found['fine']]).prompt_tokens == 18
+    assert summary([found['fine'], found['none']]).prompt_tokens is None
+
+def test_thoughts_are_text_and_one_event_has_no_time_between_tokens():
+    "The first model thinks for 0.2 s, then answers; the second says all its tokens at once."
+    async def answer(body, start, say):
+        await start()
+        if body['model'] == 'thinks':
+            await say(dict(choices=[dict(delta=dict(reasoning_content='hm'))]))
+            await asyncio.sleep(.2)
+        await say(text('so', 'stop'))
+        await say(dict(choices=[], usage=dict(prompt_tokens=9, completion_tokens=3))), await say(b'data: [DONE]\n\n')
+    with listening(answer) as url: thinks, whole = (load(url, [Arrival(0., k, 4, 4)])[0] for k in ('thinks', 'whole'))
+    assert thinks.end - thinks.first >= .2 and thinks.per_token == pytest.approx((thinks.end - thinks.first) / 2)
+    assert (whole.events, whole.tokens, whole.per_token) == (1, 3, None)
+    s = summary([thinks, whole])
+    assert s.per_token == pytest.approx((thinks.per_token,) * 3) and s.at_once == 1
+    assert any('1 of the answers came in one event' in line for line in told(s))
+
+def test_no_answer_at_all():
+    async def answer(body, start, say): await start(503)
+    with listening(answer) as url: s = summary(load(url, [Arrival(0., 'm', 4, 4)]))
+    assert (s.answered, s.counted, s.prompt_tokens) == (0, False, None)
+    assert 'counted by the server' not in '\n'.join(told(s)) and 'errors: HTTP 503 1' in told(s)
+
 def test_completions_a_key_and_more_fields():
     seen = []
     async def answer(body, start, say):
@@ -110,12 +158,13 @@ def test_completions_a_key_and_more_fields():
     assert {k: seen[0][k] for k in ('path', 'key', 'temperature', 'max_tokens', 'model')} == dict(
         path='/v1/completions', key='Bearer secret', temperature=0, max_tokens=3, model='m')
     assert len(seen[0]['prompt'].split()) == 5
+    assert asked[-1] == dict(model='m', prompt='hello', max_tokens=1), 'the question before the clock has no more fields'
 
 def test_percentiles_by_hand():
     "Eleven answers, 0.0 to 1.0 s: the median is 0.5, P90 0.9, and P99 lies nine tenths of the way from 0.9 to 1.0."
     async def answer(body, start, say): await start(), await say(text('so ', 'stop')), await say(b'data: [DONE]\n\n')
     with listening(answer) as url: one = load(url, [Arrival(0., 'm', 4, 4)])[0]
-    s = summary([replace(one, first=i / 10, end=i / 10, tokens=2, lag=0.) for i in range(11)])
+    s = summary([replace(one, first=i / 10, end=i / 10, tokens=2, events=2, lag=0.) for i in range(11)])
     assert s.first == pytest.approx((.5, .9, .99)) and s.per_token == (0, 0, 0)
     assert (s.seconds, s.tokens_per_second) == (1., 22.)
 
@@ -136,7 +185,8 @@ def test_our_own_server(ours, monkeypatch, capsys, tmp_path):
     for more in ([], ['--completions']):
         kept = tmp_path / 'load.json'
         who = '-m', 'red', '-m', 'blue', '-m', 'tiny', '--zipf', 1
-        what = '--rate', 40, '-n', 24, '--prompt-tokens', 3, '--max-tokens', 6, '--body', '{"temperature": 0, "ignore_eos": true}'
+        rules = '{"temperature": 0, "ignore_eos": true}'
+        what = '--rate', 40, '-n', 24, '--prompt-tokens', 3, '--max-tokens', 6, '--body', rules
         code, out, _ = command(monkeypatch, capsys, '--url', ours, *who, *what, '--json', kept, *more)
         found = json.loads(kept.read_text())
         s = found['summary']
@@ -156,7 +206,10 @@ def test_a_trace_against_our_own_server(ours, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize('words, says', [
     (['-m', 'green', '--rate', '1'], "'green'"), (['-m', 'red'], '--rate or --trace'), (['--rate', '1'], '--model'),
-    (['-m', 'red', '--rate', '0'], 'positive'), (['-m', 'red', '--rate', '1', '--zipf', 'nan'], 'zipf'), (['-m', 'red', '--rate', '1', '--body', '[]'], 'JSON object'),
+    (['-m', 'red', '--rate', '0'], 'positive'),
+    (['-m', 'red', '--rate', '1', '--zipf', 'nan'], 'zipf'), (['-m', 'red', '--rate', '1', '--body', '[]'], 'JSON object'),
+    (['-m', 'red', '--rate', '1', '--body', '{"stream": false}'], '--body sets stream'),
+    (['-m', 'red', '--rate', '1', '--json', '/proc/nothing/x.json'], '--json /proc/nothing/x.json cannot be written'),
     (['-m', 'red', '--trace', 'nowhere.csv'], 'nowhere.csv cannot be read')])
 def test_a_mistake_is_one_sentence(ours, monkeypatch, capsys, words, says):
     code, out, err = command(monkeypatch, capsys, '--url', ours, *words)
@@ -176,6 +229,26 @@ def test_a_bad_row_of_a_trace_is_named(tmp_path, row, says):
     with pytest.raises(Refused, match='no column GeneratedTokens'): read_trace(trace)
     trace.write_text(f'{HEAD}\n')
     with pytest.raises(Refused, match='no requests'): read_trace(trace)
+
+def test_a_broken_archive(tmp_path):
+    whole = bytearray(gzip.compress(f'{HEAD}\n2023-11-16 18:17:03,5,6\n'.encode()))
+    whole[12] ^= 255 # within the compressed data
+    (tmp_path / 'trace.csv.gz').write_bytes(whole)
+    with pytest.raises(Refused, match='trace.csv.gz cannot be read'): read_trace(tmp_path / 'trace.csv.gz')
+
+def test_a_key_is_sent_only_if_it_is_meant(monkeypatch, capsys):
+    seen = []
+    async def answer(body, start, say):
+        seen.append(body['key'])
+        await start(), await say(text('so ', 'stop')), await say(b'data: [DONE]\n\n')
+    monkeypatch.setenv('OPENAI_API_KEY', 'for OpenAI')
+    with listening(answer) as url:
+        words = '--url', url, '-m', 'm', '--rate', 9, '-n', 1
+        assert command(monkeypatch, capsys, *words)[0] == 0
+        monkeypatch.setenv('BENCH_API_KEY', 'for this')
+        assert command(monkeypatch, capsys, *words)[0] == 0
+        assert command(monkeypatch, capsys, *words, '--api-key', 'given')[0] == 0
+    assert seen == ['', 'Bearer for this', 'Bearer given']
 
 def test_a_real_trace(shared_data):
     "Azure's conversations of 2023-11-16 (Splitwise, ISCA 2024): its length, and the first rows of its sister."

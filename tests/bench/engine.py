@@ -79,16 +79,17 @@ def tight(budget, options):
     base = load_base('smollm2')
     memory = (27 * 8 + 16 * 9 + 17) * 368_640 # pages of 8 adapters, of 16 sequences, and to spare
     with loaded(base, 16) as fits, loaded(base, 16, replace(CONFIG, slots=8, memory=memory)) as room_for_8:
-        things = {f'{n} at a time, room for {room}': (lambda e=e, n=n: traffic(e, in_turn(16), n))
+        def counted(engine, n):
+            before = engine.stats().swaps
+            return traffic(engine, in_turn(16), n) | dict(swaps=engine.stats().swaps - before)
+        things = {f'{n} at a time, room for {room}': (lambda e=e, n=n: counted(e, n))
                   for n in (8, 16) for room, e in (('all', fits), ('8', room_for_8))}
         for engine in (fits, room_for_8): traffic(engine, in_turn(16), new=4)
-        before = room_for_8.stats().swaps
         runs = take_turns(things, budget)
-        swaps = room_for_8.stats().swaps - before
-    note = f'{swaps} swaps for {REQUESTS * sum(len(runs[k]) for k in things if k.endswith("for 8"))} requests'
     found = [f('tight', name, runs[name]) for name in things for f in (speed, first, worst)]
     for n in (8, 16):
         short, all = (runs[f'{n} at a time, room for {room}'] for room in ('8', 'all'))
+        note = f'{sum(r["swaps"] for r in short)} swaps for {REQUESTS * len(short)} requests'
         found.append(ratio('tight', f'{n} at a time, room for 8 / all, first token', short, all, 'first', note))
     return found
 

@@ -5,6 +5,7 @@ meanwhile; `lorajax.bench` leaves out those in which it was more than 0.15, unle
 """
 import platform, time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,9 +55,10 @@ def bandwidth(size=1 << 29) -> dict:
     return dict(read=read, copy=copy)
 
 def cpu_seconds():
-    "Seconds used so far by everything, and by this process and its children."
+    "Seconds used so far by everything, and by this process and its children, those that have ended included."
     t, total = psutil.cpu_times(), 0.
-    for p in [psutil.Process(), *psutil.Process().children(recursive=True)]: total += sum(p.cpu_times()[:2])
+    for p in [*psutil.Process().children(recursive=True), psutil.Process()]:
+        with suppress(psutil.NoSuchProcess): total += sum(p.cpu_times()[:4]) # its own, then its ended children's
     return t.user + t.nice + t.system + t.irq + t.softirq, total
 
 def others(before, after, wall): return max(0., ((after[0] - before[0]) - (after[1] - before[1])) / wall)
@@ -83,6 +85,10 @@ def take_turns(things:Mapping[str, Callable[[], dict]], budget:Budget) -> dict[s
             runs[name].append(run)
             budget.tell(min(1., (time.monotonic() - start) / room))
     return runs
+
+def chosen(runs):
+    "Those that count, as in `Figure`."
+    return [r for r in runs if r['others'] < LIMIT] or runs
 
 def figure(part, name, unit, runs, value, note='') -> Figure:
     "Of each run one value, or several."

@@ -7,7 +7,7 @@ import multiprocessing, statistics, tempfile, time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 import psutil
-from quiet import figure, ratio, take_turns
+from quiet import chosen, figure, ratio, take_turns
 
 ROWS, PROMPT, NEW, RANK = 8, 64, 64, 16
 PRODUCTS = 'products alone'
@@ -116,7 +116,7 @@ def limits(weights, step, speed): # bytes, s, bytes/s
 
 def shown(runs, weights, speed):
     for name in weights:
-        step = statistics.median(r['decode'] for r in runs[name]) / (NEW - 1)
+        step = statistics.median(r['decode'] for r in chosen(runs[name])) / (NEW - 1)
         yield figure('batch', f'{name}, prefill', 'tokens/s', runs[name], lambda r: ROWS * PROMPT / r['prefill'])
         yield figure('batch', f'{name}, decode', 'tokens/s', runs[name], lambda r: ROWS * (NEW - 1) / r['decode'],
                      limits(weights[name], step, speed))
