@@ -4,7 +4,7 @@ import pytest
 from lorajax.adapters import random_adapter
 from lorajax.arena import Arena, Residents
 from lorajax.base import random_base
-from lorajax.capacity import LINEARS, base_numbers, plan_capacity
+from lorajax.capacity import LINEARS, base_numbers, plan_capacity, rank_counts
 from lorajax.core import ModelConfig, Refused
 from lorajax.images import image_of
 from lorajax.pages import NoRoom
@@ -48,9 +48,23 @@ def test_a_mixture_is_counted_by_its_mean():
     assert plan.most * plan.mean <= plan.left < (plan.most + 1) * plan.mean
     assert plan.fits[32] < plan.most < plan.fits[8]
 
+def test_by_default_the_arena_has_what_the_engine_would_take():
+    "JAX takes 0.75 of a device unless told otherwise, and the engine nine tenths of what the base leaves of that."
+    base, device = base_numbers(M0) * 2, 8 << 20
+    for taken, options in ((.75, {}), (.95, dict(taken=.95))):
+        plan = plan_capacity(M0, device, {8: 1}, 64, 2, **options)
+        assert plan.pages == int(.9 * (taken * device - base)) // plan.layout.nbytes
+        assert abs(plan.base + plan.overhead + .9 * (taken * device - base) - device) < 2
+
+def test_counts_are_finite():
+    assert rank_counts('8:70,16') == {8: 70., 16: 1.}
+    for text in ('8:nan', '8:inf', '8:-inf', '', 'x:1'):
+        with pytest.raises(Refused, match='write them as'): rank_counts(text)
+
 @pytest.mark.parametrize('change, sentence', [(dict(ranks={}), 'positive counts'), (dict(ranks={8: 0}), 'positive counts'),
                                               (dict(ranks={0: 1}), 'positive counts'), (dict(batch=10_000), 'are too few'),
-                                              (dict(device=1000), 'are too few'), (dict(targets=('query',)), 'name no module')])
+                                              (dict(device=1000), 'are too few'), (dict(taken=0.), 'at most 1'),
+                                              (dict(dtype='int4'), 'choose bfloat16 or float32'), (dict(targets=('query',)), 'name no module')])
 def test_refusals(change, sentence):
     with pytest.raises(Refused, match=sentence):
         plan_capacity(**dict(config=M0, device=8 << 20, ranks={8: 1}, context=64, batch=2) | change)
