@@ -6,6 +6,7 @@ from lorajax.arena import Arena, Residents
 from lorajax.base import random_base
 from lorajax.capacity import LINEARS, base_numbers, plan_capacity, rank_counts
 from lorajax.core import ModelConfig, Refused
+from lorajax.cost import Roofline, Work
 from lorajax.images import image_of
 from lorajax.pages import NoRoom
 from lorajax.store import ImageFolder, Store
@@ -55,6 +56,15 @@ def test_by_default_the_arena_has_what_the_engine_would_take():
         plan = plan_capacity(M0, device, {8: 1}, 64, 2, **options)
         assert plan.pages == int(.9 * (taken * device - base)) // plan.layout.nbytes
         assert abs(plan.base + plan.overhead + .9 * (taken * device - base) - device) < 2
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_a_step_goes_through_the_head_and_not_through_the_embedding(tied):
+    "Whether the head is the embedding's matrix or one of its own, it is read once and multiplied once; an embedding alone is looked up."
+    layer = 2 * 96 * 96 + 2 * 96 * 32 + 3 * 96 * 160 + 2 * 96
+    cost = Roofline(replace(M0, tied=tied), devices=1)
+    through = 2 * (3 * layer + 96 + 257 * 96)
+    assert (cost.token_flops, cost.read_bytes, cost.base_bytes) == (through, through, through + (not tied) * 2 * 257 * 96)
+    assert cost.step(Work()) == pytest.approx(.002 + through / (3.35e12 * .6))
 
 def test_counts_are_finite():
     assert rank_counts('8:70,16') == {8: 70., 16: 1.}
