@@ -105,7 +105,7 @@ def plan_capacity(
     if not ranks or any(r < 1 or share <= 0 for r,share in ranks.items()):
         raise Refused(f'ranks={quoted(dict(ranks))}; give ranks of at least 1 with positive counts')
     if dtype not in DTYPES: raise Refused(f'dtype={quoted(dtype)}; choose {" or ".join(DTYPES)}')
-    if not 0 < taken <= 1: raise Refused(f'taken={taken}; give the share of the device that JAX takes, above 0 and at most 1')
+    if not 0 < taken <= 1: raise Refused(f'taken={taken}; give the share that JAX takes, above 0 and at most 1')
     step = PageLayout.step(config)
     layout = PageLayout(config, -(-block // step) * step, dtype)
     held = base_numbers(config) * layout.word.itemsize

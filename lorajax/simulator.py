@@ -244,13 +244,15 @@ class Comparison:
 
     def _repr_markdown_(self): return str(self)
     def __repr__(self): return str(self)
-    def __str__(self): # Markdown
+    def __str__(self): return '\n'.join(f'| {" | ".join(row)} |' for row in self.rows) # Markdown
+    @property
+    def rows(self) -> list[list[str]]: # the head first
         head = ('', 'devices', 'first token P50', 'P99', 'prefix hits', 'adapter there', 'swaps', 'memory in use',
                 'and held', 'tokens/s', 'USD/1000 tokens')
         rows = [(name, f.devices, f'{f.late(50):.3f} s', f'{f.late(99):.3f} s', f'{f.hits.rate:.2f}',
                  f'{f.resident / max(1, f.requests):.2f}', f.swaps, f'{f.used:.2f}', f'{f.held:.2f}', f'{f.rate:.0f}',
                  f'{f.usd():.4f}') for name,f in self.runs.items()]
-        return '\n'.join(f'| {" | ".join(map(str, r))} |' for r in (head, ('---',) * len(head), *rows))
+        return [list(map(str, r)) for r in (head, ('---',) * len(head), *rows)]
 
 # %% ../nbs/18b_simulator.ipynb #f606cd05
 class _Run:

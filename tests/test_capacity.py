@@ -59,7 +59,7 @@ def test_by_default_the_arena_has_what_the_engine_would_take():
 
 @pytest.mark.parametrize('tied', [True, False])
 def test_a_step_goes_through_the_head_and_not_through_the_embedding(tied):
-    "Whether the head is the embedding's matrix or one of its own, it is read once and multiplied once; an embedding alone is looked up."
+    "The head, the embedding's matrix or one of its own, is read and multiplied once; an embedding alone is looked up."
     layer = 2 * 96 * 96 + 2 * 96 * 32 + 3 * 96 * 160 + 2 * 96
     cost = Roofline(replace(M0, tied=tied), devices=1)
     through = 2 * (3 * layer + 96 + 257 * 96)
@@ -74,7 +74,8 @@ def test_counts_are_finite():
 @pytest.mark.parametrize('change, sentence', [(dict(ranks={}), 'positive counts'), (dict(ranks={8: 0}), 'positive counts'),
                                               (dict(ranks={0: 1}), 'positive counts'), (dict(batch=10_000), 'are too few'),
                                               (dict(device=1000), 'are too few'), (dict(taken=0.), 'at most 1'),
-                                              (dict(dtype='int4'), 'choose bfloat16 or float32'), (dict(targets=('query',)), 'name no module')])
+                                              (dict(dtype='int4'), 'choose bfloat16 or float32'),
+                                              (dict(targets=('query',)), 'name no module')])
 def test_refusals(change, sentence):
     with pytest.raises(Refused, match=sentence):
         plan_capacity(**dict(config=M0, device=8 << 20, ranks={8: 1}, context=64, batch=2) | change)

@@ -268,7 +268,8 @@ def test_plan_reads_a_gguf_file(here):
     assert here('plan', '--gpu', 'l4').stdout == here('plan', '--model', smollm2_file(), '--gpu', 'l4').stdout != ''
 
 @pytest.mark.parametrize('args, why', [
-    (['--model', 'no/such'], 'there is no no/such'), (['--model', 'no/such/config.json'], 'give the directory of a Hugging Face'),
+    (['--model', 'no/such'], 'there is no no/such'),
+    (['--model', 'no/such/config.json'], 'give the directory of a Hugging Face'),
     (['--model', '.'], 'config.json'), (['--dtype', 'int4'], 'choose bfloat16 or float32'),
     (['--memory-fraction', 1.5], 'above 0 and at most 1'), (['--rank-histogram', '8:inf'], 'as 8:70')])
 def test_plan_refuses_in_one_sentence(here, monkeypatch, tmp_path, args, why):

@@ -1,6 +1,7 @@
 "Not notebook cells: the real engine runs the same trace, a loop steps every row, and public traces."
-import math, random
+import csv, json, math, random, subprocess, sys
 from dataclasses import replace
+from pathlib import Path
 import numpy as np, pytest
 from traces import conversations, traffic as real_traffic
 from lorajax import engine as engine_module
@@ -13,8 +14,8 @@ from lorajax.kv import KV, Block
 from lorajax.pages import Pages
 from lorajax.plan import Limits, Request
 from lorajax.scheduler import Scheduler
-from lorajax.simulator import (Clock, Group, Prefetched, Swapped, Visit, merged, padded, paged, pod, prefetched, rendezvous,
-                               simulate, simulate_fleet, spread, together, traffic, visits)
+from lorajax.simulator import (Clock, Group, Prefetched, Swapped, Visit, merged, padded, paged, pod, popularity,
+                               prefetched, rendezvous, simulate, simulate_fleet, spread, together, traffic, visits)
 
 LLAMA70 = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
                       max_len=131072)
@@ -72,8 +73,8 @@ def test_the_step_waits_for_a_copy_unless_it_was_prefetched():
     assert (plain.seconds, early.seconds) == (8., 7.)
 
 def test_two_adapters_and_room_for_one():
-    """Five pages, each adapter takes three and each sequence one. a's copy is under way until 1.5, so b finds no room before;
-    it is asked for when a begins, at 1.5, and has it when a's two tokens have come, at 3.5: its copy ends at 5, its token comes at 6."""
+    """Five pages; each adapter takes three, each sequence one. a's copy is under way until 1.5, and a is in use until its
+    two tokens have come, at 3.5. Only then is there room for b: its copy ends at 5, its token comes at 6."""
     asked = [Visit(0., 'a', (numbered(0, 3),), numbered(10, 2)), Visit(0., 'b', (numbered(20, 3),), numbered(30, 1))]
     f = simulate(asked, small(dict(a=3, b=3), 5, early=True))
     assert (f.requests, f.swaps, f.resident) == (2, 2, 0) and f.first.tolist() == [2.5, 6.] and f.seconds == 6.
@@ -85,16 +86,16 @@ def test_a_copy_under_way_is_not_there_yet():
     assert (f.requests, f.resident, f.swaps) == (3, 1, 1)
 
 def test_memory_by_hand():
-    """Ten pages. a takes two, its copy a second, its prompt a page from 0 on, its first token another one from 2 to 3: 3·2 + 4·1.
-    Until 9 nobody runs, and a and its full block are held: 3·6. The base's request needs a page from 9 to 10, beside them."""
+    """Ten pages. a takes two, its copy a second, its prompt a page from 0 on, its first token another from 2 to 3: 3·2 + 4·1.
+    Until 9 nobody runs; a and its full block are held: 3·6. The base's request needs a page from 9 to 10, beside them."""
     asked = [Visit(0., 'a', (numbered(0, 4),), numbered(10, 2)), Visit(9., None, (numbered(20, 3),), numbered(30, 1))]
     f = simulate(asked, small(dict(a=2), 10))
     assert f.seconds == 10. and f.after == (0., .3)
     assert (f.used * 100, f.held * 100) == pytest.approx((3 * 2 + 4 + 1, 3 * 2 + 4 + 3 * 6 + 3 + 1))
 
 def test_memory_of_slots_beside_the_pages():
-    """Two slots of 5, in which a needs 2 and b 3. Each runs for two seconds, one for its copy, with one page of 1: used are 2 + 1 and
-    3 + 1; held is a slot of 5 from 0, another from 10, and the pages that run."""
+    """Two slots of 5, in which a needs 2 and b 3. Each runs for two seconds, one for its copy, with one page of 1: used are
+    2 + 1 and 3 + 1; held is a slot of 5 from 0, another from 10, and the pages that run."""
     sizes = dict(a=1, b=1)
     group = Group('slots', SECOND, Limits(rows=2, chunks=((1, 4),), tokens=8, slots=2), 4, 21, dict(a=5, b=5),
                   lambda kv, clock: Swapped(Pages(3), sizes, lambda n: 1., clock, beside=True), page_bytes=1, memory=100,
@@ -110,7 +111,8 @@ def test_a_fleet_is_counted_over_its_own_time():
     other = simulate([Visit(9., None, (numbered(20, 3),), numbered(30, 1))], group)
     assert (one.seconds, other.seconds, other.devices) == (3., 10., 1)
     both = together([one, other])
-    assert (both.used * 200, both.held * 200) == pytest.approx((10 + 1, 10 + 3 * 7 + 1)) and both.after == pytest.approx((0., .15))
+    assert (both.used * 200, both.held * 200) == pytest.approx((10 + 1, 10 + 3 * 7 + 1))
+    assert both.after == pytest.approx((0., .15))
 
 def test_merged_adapters_share_keys_and_values():
     group = paged(EIGHT, RANKS)
@@ -289,6 +291,31 @@ def test_the_published_figures_are_the_trace_s(shared_data):
     for theirs, ours in zip(zip(*lengths), zip(*((len(v.prompt), len(v.answer)) for v in made))):
         for q in (10, 50, 90, 99): assert np.percentile(ours, q) == pytest.approx(np.percentile(theirs, q), rel=.08)
         assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=.05)
+
+def test_made_up_traffic_is_like_the_traces(shared_data):
+    gaps = np.diff(at := conversations(shared_data)[0])
+    counts = np.histogram(at, np.arange(0, at[-1], 10))[0]
+    assert gaps.std() / gaps.mean() == pytest.approx(1.09, abs=.01)
+    assert math.sqrt(counts.var() / counts.mean()) == pytest.approx(1.96, abs=.01)
+    path = shared_data / 'trace_alibaba_genai_lora/lora_popularity.csv'
+    with open(path) as f: uses = [int(r['uses']) for r in csv.DictReader(f)]
+    assert len(uses) == 874 and uses == sorted(uses, reverse=True)
+    shares = np.cumsum(uses) / sum(uses) - np.cumsum(popularity(874))
+    assert all(abs(shares[n - 1]) < .013 for n in (10, 50, 100, 200))
+
+def test_more_adapters_than_the_trace_has(shared_data):
+    used = {v.adapter for v in real_traffic(shared_data, 2000, hours=.5, follow=.9)}
+    assert len(used) > 700 and any(int(name[1:]) > 873 for name in used)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', ['policies --adapters 20', 'speed', 'fleet', 'engine --reps 1 --requests 9'])
+def test_the_benchmark_runs(case, shared_data, tmp_path):
+    script = Path(__file__).parent / 'bench/simulate.py'
+    small = ['--hours', '.005', '--data', str(shared_data), '--json', str(tmp_path / 'kept.json')]
+    done = subprocess.run([sys.executable, str(script), *case.split(), *small], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tables = json.loads((tmp_path / 'kept.json').read_text())['tables']
+    assert tables or 'simulated' in done.stdout
 
 def test_the_real_traces_run(shared_data):
     asked = real_traffic(shared_data, hours=.1, follow=.7)
