@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 import numpy as np
 from .core import HEAD, LAYER_MODULES, ModelConfig, Refused, module_shapes, quoted
-from .images import PageLayout, numbers_per_word, pieces_of
+from .images import DTYPES, PageLayout, numbers_per_word, pieces_of
 
 # %% auto #0
-__all__ = ['LINEARS', 'RESERVED', 'DEVICES', 'most_adapters', 'linear_numbers', 'base_numbers', 'adapter_pages', 'Capacity',
-           'plan_capacity', 'device_bytes', 'rank_counts']
+__all__ = ['LINEARS', 'RESERVED', 'JAX_TAKES', 'DEVICES', 'most_adapters', 'linear_numbers', 'base_numbers', 'adapter_pages',
+           'Capacity', 'plan_capacity', 'device_bytes', 'rank_counts']
 
 # %% ../nbs/18_capacity.ipynb #56a3bd99
 def most_adapters(
@@ -55,13 +55,14 @@ def adapter_pages(
 
 # %% ../nbs/18_capacity.ipynb #707e0cb0
 RESERVED = 1 # pages of the arena that are never given out
+JAX_TAKES = .75 # of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 
 @dataclass(frozen=True)
 class Capacity:
     "What a device has room for."
     layout: PageLayout
     base: int # bytes of the base's numbers
-    overhead: int # bytes set aside for programs
+    overhead: int # bytes for programs, and those that JAX doesn't take
     pages: int # of the arena
     kv_pages: int # of them for keys and values
     sizes: Mapping[int, int] # rank -> pages of an adapter
@@ -81,7 +82,7 @@ class Capacity:
 
     def __str__(self):
         gb = lambda n: f'{n / 1e9:.2f} GB'
-        rows = [f'base {gb(self.base)}, programs {gb(self.overhead)}, arena {gb(self.pages * self.layout.nbytes)}: '
+        rows = [f'base {gb(self.base)}, programs and not taken {gb(self.overhead)}, arena {gb(self.pages * self.layout.nbytes)}: '
                 f'{self.pages} pages of {self.layout.nbytes / 1e6:.2f} MB ({self.layout.block} tokens)',
                 f'keys and values {self.kv_pages} pages, left for adapters {self.left}']
         rows += [f'rank {rank}: {self.sizes[rank]} pages each, {n} fit' for rank,n in self.fits.items()]
@@ -97,18 +98,22 @@ def plan_capacity(
     adapter_dtype:str|None=None, # 'int8', or None for the base's own
     dtype:str='bfloat16', # of the base
     block:int=16, # tokens wanted in a page
-    overhead:int|None=None, # bytes for programs; None for a tenth of what the base leaves, as the engine's default
+    overhead:int|None=None, # bytes that are neither the base's nor the arena's; None for what the engine's default leaves
+    taken:float=JAX_TAKES, # share of the device that JAX takes; not used with `overhead`
 ) -> Capacity:
     "How a device's memory divides; raises `Refused` when the base or the sequences alone don't fit."
     if not ranks or any(r < 1 or share <= 0 for r,share in ranks.items()):
         raise Refused(f'ranks={quoted(dict(ranks))}; give ranks of at least 1 with positive counts')
+    if dtype not in DTYPES: raise Refused(f'dtype={quoted(dtype)}; choose {" or ".join(DTYPES)}')
+    if not 0 < taken <= 1: raise Refused(f'taken={taken}; give the share that JAX takes, above 0 and at most 1')
     step = PageLayout.step(config)
     layout = PageLayout(config, -(-block // step) * step, dtype)
     held = base_numbers(config) * layout.word.itemsize
-    overhead = max(0, device - held) // 10 if overhead is None else overhead
-    pages, kv_pages = (device - held - overhead) // layout.nbytes, batch * -(-context // layout.block)
+    arena = max(0, int(.9 * (taken * device - held))) if overhead is None else device - held - overhead
+    overhead = max(0, device - held - arena)
+    pages, kv_pages = arena // layout.nbytes, batch * -(-context // layout.block)
     if pages - RESERVED < kv_pages:
-        raise Refused(f'{device / 1e9:.1f} GB are too few for the base ({held / 1e9:.1f} GB), programs ({overhead / 1e9:.1f} GB) '
+        raise Refused(f'{device / 1e9:.1f} GB are too few for the base ({held / 1e9:.1f} GB), what the arena can\'t have ({overhead / 1e9:.1f} GB) '
                       f'and {batch} sequences of {context} tokens ({kv_pages * layout.nbytes / 1e9:.1f} GB); '
                       'take a larger device, fewer sequences or a shorter context')
     total = sum(ranks.values())
@@ -133,6 +138,8 @@ def rank_counts(
     "A mixture of ranks."
     pairs = [part.strip().partition(':') for part in text.split(',')]
     try: counts = {int(rank): float(count) if colon else 1. for rank,colon,count in pairs}
-    except ValueError: raise Refused(f'ranks {quoted(text)}; write them as 8:70,16:25,64:5') from None
+    except ValueError: counts = {}
+    if not counts or not np.isfinite([*counts.values()]).all():
+        raise Refused(f'ranks {quoted(text)}; write them as 8:70,16:25,64:5')
     if len(counts) < len(pairs): raise Refused(f'ranks {quoted(text)}; name each rank once')
     return counts

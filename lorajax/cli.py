@@ -20,7 +20,7 @@ from safetensors import safe_open
 from . import __version__
 from .adapters import check_name
 from .base import DTYPES, load_base, open_base, save_base
-from .capacity import DEVICES, device_bytes, plan_capacity, rank_counts
+from .capacity import DEVICES, JAX_TAKES, device_bytes, plan_capacity, rank_counts
 from .cli_train import add_merge, add_train
 from .core import Refused, Sampling, needs, read_json
 from .generate import Event, stream
@@ -325,7 +325,8 @@ def verify(
 # %% ../nbs/20_cli.ipynb #08457016
 def _shape_of(model): # ModelConfig
     file = Path(model) / 'config.json' if Path(model).is_dir() else Path(model)
-    return read_hf_config(read_json(file)) if file.suffix == '.json' else open_base(model).config
+    if file.suffix != '.json': return open_base(model).config
+    return read_hf_config(read_json(file, 'give the directory of a Hugging Face model, its config.json, or a .gguf file'))
 
 @app.command()
 def plan(
@@ -334,12 +335,15 @@ def plan(
     ranks:Annotated[str, typer.Option('--rank-histogram', metavar='RANK:COUNT,…', help='How many adapters have which rank.')]='16',
     context:Annotated[int, typer.Option(min=1, help='Tokens of a sequence, its answer included.')]=4096,
     batch:Annotated[int, typer.Option(min=1, help='Sequences at the same time.')]=32,
+    dtype:Annotated[str, typer.Option(help=DTYPE_HELP)]='bfloat16',
+    memory:Annotated[float, typer.Option('--memory-fraction', metavar='SHARE',
+        help='Of the device that JAX takes; XLA_PYTHON_CLIENT_MEM_FRACTION sets it.')]=JAX_TAKES,
     int8:Annotated[bool, typer.Option('--int8', help='Keep adapters in half the bytes.')]=False,
     registered:Annotated[int, typer.Option(min=0, metavar='N', help='Adapters that the host keeps.')]=1000,
 ):
     "How many adapters a device holds beside a base and its sequences."
     found = plan_capacity(_shape_of(model), device_bytes(gpu), rank_counts(ranks), context, batch,
-                          adapter_dtype='int8' if int8 else None)
+                          adapter_dtype='int8' if int8 else None, dtype=dtype, taken=memory)
     print(found)
     print(f'the host keeps {registered} of them in {found.host(registered) / 1e9:.2f} GB of pinned memory')
 

@@ -63,8 +63,10 @@ class Roofline:
     @cached_property
     def base_bytes(self): return 2 * base_numbers(self.config)
     @cached_property
-    def token_flops(self): # of one token in the matrices; the embedding is looked up
-        return self.base_bytes - 2 * self.config.vocab_size * self.config.width
+    def read_bytes(self): # of the base, in a step: an embedding is looked up, unless it is the head too
+        return self.base_bytes - (not self.config.tied) * 2 * self.config.vocab_size * self.config.width
+    @cached_property
+    def token_flops(self): return self.read_bytes # two operations for each number of two bytes
     @property
     def position_bytes(self): return 4 * self.config.n_layers * self.config.kv_width # keys and values of one position
     @property
@@ -79,7 +81,7 @@ class Roofline:
 def _roofline_step(cost, w):
     c, n = cost.config, cost.devices
     flops = (w.rows + w.tokens) * cost.token_flops + 4 * c.n_layers * c.q_width * w.pairs
-    read = cost.base_bytes + w.positions * cost.position_bytes + w.adapters
+    read = cost.read_bytes + w.positions * cost.position_bytes + w.adapters
     return cost.launch + max(flops / (cost.device.flops * cost.flops_reached * n),
                              read / (cost.device.bandwidth * cost.bandwidth_reached * n))
 

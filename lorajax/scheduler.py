@@ -154,7 +154,8 @@ def _rows(sched:Scheduler, without:Collection[Sequence]) -> dict: # fields of a 
     decode, longer = [s for s in running if s.pending == 1], [s for s in running if s.pending > 1]
     rows = dict(decode=tuple(_row(s, 1) for s in decode))
     if not longer: return rows
-    shapes = [(p, s) for p,s in sched.limits.chunks if len(decode) + p * s <= sched.limits.tokens]
+    left = sched.limits.tokens - (len(sched.running) - len(longer)) # whoever is left out has a row too
+    shapes = [(p, s) for p,s in sched.limits.chunks if p * s <= left]
     p, s = best_shape([q.pending for q in longer], shapes)
     return rows | dict(prefill=tuple(_row(q, s) for q in longer[:p]), shape=(p, s))
 
@@ -231,7 +232,7 @@ class Scheduler:
 
     def plan(self,
         now:float=0., # in seconds, on the deadlines' clock
-        without:Collection[Sequence]=(), # running sequences that the step leaves out; a simulator has some
+        without:Collection[Sequence]=(), # running ones that only decode and whom the plan leaves out; a simulator has some
     ) -> Plan:
         "What the next step does. It has to be run and committed before the next plan."
         return _plan(self, now, without)
@@ -254,6 +255,7 @@ def _check(sched:Scheduler):
     sched.kv.check(s.table for s in running)
     uses = Counter(s.request.version for s in running if s.request.version)
     assert len(running) <= limits.rows and len(uses) <= limits.slots, 'too many rows or adapters'
+    assert running == sorted(running, key=lambda s: _place(s, limits)), 'running sequences are out of order'
     for version, n in uses.items(): assert pages.holdings[version].uses >= n, f'{version!r} lacks pins'
     for s in running:
         known = len(s.tokens)

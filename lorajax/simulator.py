@@ -36,6 +36,9 @@ class Visit:
     said: tuple[Sequence[int], ...] # the prompt's token ids, in parts
     answer: Sequence[int] # tokens that will be generated
 
+    def __post_init__(self):
+        if not len(self.answer): raise Refused(f'the visit at {self.at} s has no answer; give it at least one token')
+
     @property
     def prompt(self) -> tuple[int, ...]: return tuple(chain.from_iterable(self.said))
 
@@ -131,6 +134,8 @@ class Swapped:
 
     def ahead(self, version): self.size(version)
     def done(self, version): self.pages.done(version)
+    def there(self, version) -> bool: return version in self.pages
+    def land(self): pass # whenever the clock has moved: takes note of what has arrived
     def ready(self) -> float: return self.free_at # when the next step can begin, at the earliest
     def arriving(self) -> float: return math.inf # when the next adapter comes that requests wait for
 
@@ -143,27 +148,31 @@ class Swapped:
 class Prefetched:
     "Adapters that are copied when a request is queued, and the step doesn't wait."
     def __init__(self, swapped:Swapped): # whose pages and link these are
-        self.swapped, self.pages, self.arrives = swapped, swapped.pages, {} # version -> when its copy ends
+        self.swapped, self.pages, self.arrives = swapped, swapped.pages, {} # version under way -> its end
 
     size = property(lambda self: self.swapped.size)
     done = property(lambda self: self.swapped.done)
     swaps = property(lambda self: self.swapped.swaps)
+    def there(self, version) -> bool: return version in self.pages and version not in self.arrives
     def ready(self) -> float: return 0.
-    def arriving(self) -> float:
-        return min((at for at in self.arrives.values() if at > self.swapped.clock.now), default=math.inf)
+    def arriving(self) -> float: return min(self.arrives.values(), default=math.inf)
+
+    def land(self):
+        for version in [v for v,at in self.arrives.items() if at <= self.swapped.clock.now]:
+            del self.arrives[version]
+            self.done(version) # idle until a request starts
 
     def ahead(self, version):
         self.size(version)
         if version in self.pages: return
         with suppress(NoRoom):
             self.swapped.copy(version)
-            self.done(version) # idle until a request starts
             self.arrives[version] = self.swapped.free_at
 
     def use(self, version):
         self.ahead(version)
         if version not in self.pages: raise NoRoom(f'{version!r} has no room')
-        if self.arrives[version] > self.swapped.clock.now: return False
+        if version in self.arrives: return False
         self.pages.use(version)
         return True
 
@@ -202,7 +211,8 @@ class Figures:
     steps: int
     preemptions: int
     used: float # share of the devices' memory that the base and running requests used, over time
-    held: float # the same with what is kept in case it's asked for again
+    held: float # the same with what is kept in case it's asked for again, and what pads it
+    after: tuple[float, float] # both of them from the last answer's end on
     devices: int
 
     def late(self, percent:float) -> float: return float(np.percentile(self.first, percent)) if len(self.first) else 0. # s
@@ -210,19 +220,22 @@ class Figures:
     def rate(self): return self.new_tokens / self.seconds # tokens a second
     def usd(self, hour:float=2.5) -> float: # hour: USD for one device
         "What a thousand new tokens cost."
-        return self.devices * hour * self.seconds / 3600 / self.new_tokens * 1000
+        return self.devices * hour * self.seconds / 3600 / self.new_tokens * 1000 if self.new_tokens else math.inf
 
 # %% ../nbs/18b_simulator.ipynb #9e69eed2
 def together(figures:Sequence[Figures]) -> Figures: # of groups that ran side by side
     "The figures of a fleet."
     add = lambda name: sum(getattr(f, name) for f in figures)
     devices, seconds = add('devices'), max(f.seconds for f in figures)
-    spent = sum(f.devices * f.seconds for f in figures)
-    mean = lambda name: sum(getattr(f, name) * f.devices * f.seconds for f in figures) / spent
+    mean = lambda values: sum(f.devices * v for f,v in zip(figures, values)) / devices
+    whole = lambda f, share, after: (share * f.seconds + after * (seconds - f.seconds)) / seconds # over the fleet's time
     counts = {k: add(k) for k in ('requests', 'refused', 'prompt_tokens', 'new_tokens', 'resident', 'swaps', 'steps',
                                   'preemptions')}
     return Figures(**counts, seconds=seconds, first=np.sort(np.concatenate([f.first for f in figures])), devices=devices,
-                   hits=sum((f.hits for f in figures), Hits()), used=mean('used'), held=mean('held'))
+                   hits=sum((f.hits for f in figures), Hits()),
+                   used=mean(whole(f, f.used, f.after[0]) for f in figures),
+                   held=mean(whole(f, f.held, f.after[1]) for f in figures),
+                   after=(mean(f.after[0] for f in figures), mean(f.after[1] for f in figures)))
 
 @dataclass(frozen=True)
 class Comparison:
@@ -231,13 +244,15 @@ class Comparison:
 
     def _repr_markdown_(self): return str(self)
     def __repr__(self): return str(self)
-    def __str__(self): # Markdown
+    def __str__(self): return '\n'.join(f'| {" | ".join(row)} |' for row in self.rows) # Markdown
+    @property
+    def rows(self) -> list[list[str]]: # the head first
         head = ('', 'devices', 'first token P50', 'P99', 'prefix hits', 'adapter there', 'swaps', 'memory in use',
                 'and held', 'tokens/s', 'USD/1000 tokens')
         rows = [(name, f.devices, f'{f.late(50):.3f} s', f'{f.late(99):.3f} s', f'{f.hits.rate:.2f}',
                  f'{f.resident / max(1, f.requests):.2f}', f.swaps, f'{f.used:.2f}', f'{f.held:.2f}', f'{f.rate:.0f}',
                  f'{f.usd():.4f}') for name,f in self.runs.items()]
-        return '\n'.join(f'| {" | ".join(map(str, r))} |' for r in (head, ('---',) * len(head), *rows))
+        return [list(map(str, r)) for r in (head, ('---',) * len(head), *rows)]
 
 # %% ../nbs/18b_simulator.ipynb #f606cd05
 class _Run:
@@ -250,14 +265,15 @@ class _Run:
         self.visits: dict[Running, Visit] = {} # of those that haven't ended
         self.generating: set[Running] = set() # those with a token, on the device
         self.positions = 0 # tokens of all that generate
-        self.using, self.reads, self.beside = Counter(), 0, 0 # adapters of those, bytes read of them and outside the arena
+        self.using, self.reads = Counter(), 0 # adapters of those, bytes read of them
         self.asleep: dict[Running, int] = {} # -> the first step that it is behind
         self.wakes: dict[int, list[Running]] = defaultdict(list) # step -> who has to be awake
         self.first, self.counts, self.used, self.held = [], Counter(), 0., 0.
 
     def submit(self, visit:Visit):
         version = self.group.serves.get(visit.adapter, visit.adapter)
-        here = version is None or version in self.versions.pages
+        if version is not None: self.versions.size(version) # refuses a name that nobody knows
+        here = version is None or self.versions.there(version)
         request = Request(str(self.counts['came']), visit.prompt, version, len(visit.answer))
         self.counts['came'] += 1
         try: sequence, = self.sched.submit(request)
@@ -298,7 +314,6 @@ def _count(run:_Run, s:Running, sign:int): # 1: it generates from now on; -1: no
     run.using[version] += sign
     if others: return
     run.reads += sign * run.group.reads[version]
-    run.beside += sign * run.group.beside.get(version, 0)
 
 def _join(run:_Run, s:Running):
     if s in run.generating: return
@@ -339,7 +354,21 @@ def _commit(run:_Run, plan:Plan):
             run.counts['prompt_tokens'] += len(s.request.tokens)
             run.counts['new_tokens'] += s.generated
 
-# %% ../nbs/18b_simulator.ipynb #612096b4
+# %% ../nbs/18b_simulator.ipynb #d93ae29b
+def _memory(run:_Run) -> tuple[int, int]: # bytes beside the base that are used, and held
+    g, pages, adapters = run.group, run.kv.pages, run.versions.pages.holdings
+    used, held = (pages.capacity - pages.available) * g.page_bytes, (pages.capacity - pages.free) * g.page_bytes
+    if not g.beside: return used, held
+    return used + sum(g.beside[v] for v,h in adapters.items() if h.uses), held + sum(g.reads[v] for v in adapters)
+
+def _advance(run:_Run, now:float):
+    "Time passes."
+    used, held = _memory(run)
+    run.used += (now - run.clock.now) * used
+    run.held += (now - run.clock.now) * held
+    run.clock.now = now
+    run.versions.land()
+
 _NOTHING = Plan(0)
 
 def _step(run:_Run) -> bool: # False if nobody could do anything
@@ -351,17 +380,14 @@ def _step(run:_Run) -> bool: # False if nobody could do anything
     for s in plan.preempted: _leave(run, s)
     run.counts['preemptions'] += len(plan.preempted)
     if not plan.rows and not run.asleep: return False
-    seconds, pages = run.group.cost.step(_work(run, plan)), run.kv.pages
-    waited = max(0., run.versions.ready() - run.clock.now)
-    run.clock.now += waited + seconds
-    run.used += (waited + seconds) * ((pages.capacity - pages.available) * run.group.page_bytes + run.beside)
-    run.held += (waited + seconds) * ((pages.capacity - pages.free) * run.group.page_bytes + run.beside)
+    seconds = run.group.cost.step(_work(run, plan))
+    _advance(run, max(run.clock.now, run.versions.ready()) + seconds)
     run.number += 1
     if plan.rows: _commit(run, plan)
     else: run.positions += len(run.generating)
     return True
 
-# %% ../nbs/18b_simulator.ipynb #d93ae29b
+# %% ../nbs/18b_simulator.ipynb #e6838643
 def simulate(
     visits:Iterable[Visit], # in the order of their arrival
     group:Group,
@@ -375,16 +401,18 @@ def simulate(
             run.submit(coming)
             coming = next(source, None)
         if run.visits and _step(run): continue
-        run.clock.now = min(coming.at if coming else math.inf, run.versions.arriving())
-        assert run.clock.now < math.inf, f'{run.sched} is stuck'
+        later = min(coming.at if coming else math.inf, run.versions.arriving())
+        assert later < math.inf, f'{run.sched} is stuck'
+        _advance(run, later)
     return _figures(run)
 
 def _figures(run):
     g, c, seconds = run.group, run.counts, run.clock.now or 1.
     counts = {k: c[k] for k in ('requests', 'refused', 'prompt_tokens', 'new_tokens', 'resident', 'preemptions')}
+    share = lambda nbytes: (g.base_bytes + nbytes) / g.memory
     return Figures(**counts, steps=run.number, seconds=seconds, first=np.sort(run.first), hits=run.kv.total,
-                   swaps=run.versions.swaps, used=(g.base_bytes + run.used / seconds) / g.memory,
-                   held=(g.base_bytes + run.held / seconds) / g.memory, devices=g.devices)
+                   swaps=run.versions.swaps, used=share(run.used / seconds), held=share(run.held / seconds),
+                   after=tuple(map(share, _memory(run))), devices=g.devices)
 
 # %% ../nbs/18b_simulator.ipynb #8a235208
 LIMITS = Limits(rows=256, chunks=((1, 128), (1, 512), (1, 1024)), tokens=256 + 1024, slots=64, max_len=16_384, look=8)
@@ -475,10 +503,10 @@ def pod_each(visits:Iterable[Visit], group:Group, adapters:int) -> Figures: # gr
     started = lambda kv, clock: Swapped(Pages(2), dict.fromkeys(group.reads, 1), lambda n: 0., clock, beside=True)
     running = replace(group, versions=started)
     found = together([simulate(share, running) for share in asked.values()])
-    share = len(asked) / adapters
-    return replace(found, devices=group.devices * adapters, resident=found.requests, swaps=0,
-                   used=found.used * share + (1 - share) * group.base_bytes / group.memory,
-                   held=found.held * share + (1 - share) * group.base_bytes / group.memory)
+    idle = (1 - len(asked) / adapters) * group.base_bytes / group.memory # of the pods that nobody asks
+    mean = lambda share: share * len(asked) / adapters + idle
+    return replace(found, devices=group.devices * adapters, resident=found.requests, swaps=0, used=mean(found.used),
+                   held=mean(found.held), after=tuple(map(mean, found.after)))
 
 def simulate_fleet(visits:Iterable[Visit], group:Group, groups:int, slack:float=1.25) -> Figures:
     "Equal groups behind affinity routing."

@@ -4,8 +4,9 @@ import pytest
 from lorajax.adapters import random_adapter
 from lorajax.arena import Arena, Residents
 from lorajax.base import random_base
-from lorajax.capacity import LINEARS, base_numbers, plan_capacity
+from lorajax.capacity import LINEARS, base_numbers, plan_capacity, rank_counts
 from lorajax.core import ModelConfig, Refused
+from lorajax.cost import Roofline, Work
 from lorajax.images import image_of
 from lorajax.pages import NoRoom
 from lorajax.store import ImageFolder, Store
@@ -48,9 +49,33 @@ def test_a_mixture_is_counted_by_its_mean():
     assert plan.most * plan.mean <= plan.left < (plan.most + 1) * plan.mean
     assert plan.fits[32] < plan.most < plan.fits[8]
 
+def test_by_default_the_arena_has_what_the_engine_would_take():
+    "JAX takes 0.75 of a device unless told otherwise, and the engine nine tenths of what the base leaves of that."
+    base, device = base_numbers(M0) * 2, 8 << 20
+    for taken, options in ((.75, {}), (.95, dict(taken=.95))):
+        plan = plan_capacity(M0, device, {8: 1}, 64, 2, **options)
+        assert plan.pages == int(.9 * (taken * device - base)) // plan.layout.nbytes
+        assert abs(plan.base + plan.overhead + .9 * (taken * device - base) - device) < 2
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_a_step_goes_through_the_head_and_not_through_the_embedding(tied):
+    "The head, the embedding's matrix or one of its own, is read and multiplied once; an embedding alone is looked up."
+    layer = 2 * 96 * 96 + 2 * 96 * 32 + 3 * 96 * 160 + 2 * 96
+    cost = Roofline(replace(M0, tied=tied), devices=1)
+    through = 2 * (3 * layer + 96 + 257 * 96)
+    assert (cost.token_flops, cost.read_bytes, cost.base_bytes) == (through, through, through + (not tied) * 2 * 257 * 96)
+    assert cost.step(Work()) == pytest.approx(.002 + through / (3.35e12 * .6))
+
+def test_counts_are_finite():
+    assert rank_counts('8:70,16') == {8: 70., 16: 1.}
+    for text in ('8:nan', '8:inf', '8:-inf', '', 'x:1'):
+        with pytest.raises(Refused, match='write them as'): rank_counts(text)
+
 @pytest.mark.parametrize('change, sentence', [(dict(ranks={}), 'positive counts'), (dict(ranks={8: 0}), 'positive counts'),
                                               (dict(ranks={0: 1}), 'positive counts'), (dict(batch=10_000), 'are too few'),
-                                              (dict(device=1000), 'are too few'), (dict(targets=('query',)), 'name no module')])
+                                              (dict(device=1000), 'are too few'), (dict(taken=0.), 'at most 1'),
+                                              (dict(dtype='int4'), 'choose bfloat16 or float32'),
+                                              (dict(targets=('query',)), 'name no module')])
 def test_refusals(change, sentence):
     with pytest.raises(Refused, match=sentence):
         plan_capacity(**dict(config=M0, device=8 << 20, ranks={8: 1}, context=64, batch=2) | change)

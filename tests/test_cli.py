@@ -4,7 +4,7 @@ from pathlib import Path
 import jax, numpy as np, pytest
 from safetensors.numpy import load_file, save_file
 from lorajax import __version__, cli
-from lorajax.base import random_base, save_base
+from lorajax.base import random_base, save_base, smollm2_file
 from lorajax.adapters import random_adapter
 from lorajax.peft import save_adapter
 
@@ -43,7 +43,7 @@ def generate(files, *args, run=lorajax, **kw):
 
 def test_help_reads_well():
     out = lorajax('--help').stdout
-    for command in ('generate', 'inspect', 'convert', 'sign', 'verify', 'demo'): assert command in out
+    for command in ('generate', 'inspect', 'convert', 'sign', 'verify', 'plan', 'demo'): assert command in out
     out = lorajax('generate', '--help').stdout
     options = ('--model', '--adapter', '--use', '--prompt', '--temperature', '--seed', '--json')
     for option in options: assert option in out
@@ -246,3 +246,33 @@ def test_convert_keeps_a_base_and_never_overwrites(files, tmp_path):
 def test_demo_with_a_missing_adapter_is_one_sentence(tmp_path, here):
     done = here('demo', '--adapters', tmp_path)
     assert done.returncode == 1 and 'there are no example adapters in' in done.stderr
+
+# ---- plan
+
+def test_plan_reads_the_shape_alone(files, here, tmp_path):
+    """A width of 64, 2 layers, 4 heads of 16 and as many for keys: a position has 2·2·64 numbers, and a page of 16 positions
+    4,096, 8 KB in bfloat16. Four sequences of 100 tokens take 4·7 pages. In float32 a page has twice as many bytes."""
+    shape = dict(model_type='llama', hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                 vocab_size=300, max_position_embeddings=128, rms_norm_eps=1e-5, rope_theta=1e4, hidden_act='silu')
+    (tmp_path / 'config.json').write_text(json.dumps(shape))
+    ask = lambda model, *more: here('plan', '--model', model, '--gpu', '0.02GB', '--context', 100, '--batch', 4, *more)
+    one, other = ask(tmp_path), ask(tmp_path / 'config.json')
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == other.stdout and 'keys and values 28 pages' in one.stdout and 'of 0.01 MB (16 tokens)' in one.stdout
+    numbers = 2 * 300 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+    assert f': {int(.9 * (15e6 - 2 * numbers)) // 8192} pages' in one.stdout
+    assert f': {int(.9 * (15e6 - 4 * numbers)) // 16384} pages' in ask(tmp_path, '--dtype', 'float32').stdout
+    assert f': {int(.9 * (18e6 - 2 * numbers)) // 8192} pages' in ask(tmp_path, '--memory-fraction', .9).stdout
+
+def test_plan_reads_a_gguf_file(here):
+    assert here('plan', '--gpu', 'l4').stdout == here('plan', '--model', smollm2_file(), '--gpu', 'l4').stdout != ''
+
+@pytest.mark.parametrize('args, why', [
+    (['--model', 'no/such'], 'there is no no/such'),
+    (['--model', 'no/such/config.json'], 'give the directory of a Hugging Face'),
+    (['--model', '.'], 'config.json'), (['--dtype', 'int4'], 'choose bfloat16 or float32'),
+    (['--memory-fraction', 1.5], 'above 0 and at most 1'), (['--rank-histogram', '8:inf'], 'as 8:70')])
+def test_plan_refuses_in_one_sentence(here, monkeypatch, tmp_path, args, why):
+    monkeypatch.chdir(tmp_path)
+    done = here('plan', *args)
+    assert done.returncode == 1 and done.stderr.startswith('lorajax: ') and why in done.stderr and not done.stdout

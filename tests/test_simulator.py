@@ -1,6 +1,7 @@
 "Not notebook cells: the real engine runs the same trace, a loop steps every row, and public traces."
-import math, random
+import csv, json, math, random, subprocess, sys
 from dataclasses import replace
+from pathlib import Path
 import numpy as np, pytest
 from traces import conversations, traffic as real_traffic
 from lorajax import engine as engine_module
@@ -13,14 +14,15 @@ from lorajax.kv import KV, Block
 from lorajax.pages import Pages
 from lorajax.plan import Limits, Request
 from lorajax.scheduler import Scheduler
-from lorajax.simulator import (Clock, Group, Prefetched, Swapped, Visit, merged, padded, paged, pod, prefetched, rendezvous,
-                               simulate, simulate_fleet, spread, traffic, visits)
+from lorajax.simulator import (Clock, Group, Prefetched, Swapped, Visit, merged, padded, paged, pod, popularity,
+                               prefetched, rendezvous, simulate, simulate_fleet, spread, together, traffic, visits)
 
 LLAMA70 = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
                       max_len=131072)
 EIGHT, TWO = Roofline(LLAMA70), Roofline(LLAMA70, devices=2)
 RANKS = {f'a{i}': (8, 16, 64)[i % 3] for i in range(40)}
 SECOND = Fitted(1., 0., 0., 0., 0., 0., 2.) # a step takes a second, a page of an adapter half of one
+PRICED = Fitted(1., .01, .003, 1e-4, 1e-5, .02, 2.)
 
 def small(sizes, pages, cost=SECOND, early=False, **limits):
     "A group with room for so many pages."
@@ -28,8 +30,7 @@ def small(sizes, pages, cost=SECOND, early=False, **limits):
         swapped = Swapped(kv.pages, sizes, cost.swap, clock, kv.left)
         return Prefetched(swapped) if early else swapped
     options = dict(rows=4, chunks=((1, 4), (1, 8), (2, 8)), tokens=24, slots=3, max_len=200, overtakes=3) | limits
-    reads = dict.fromkeys(sizes, 1)
-    return Group('small', cost, Limits(**options), 4, pages + 1, reads, versions, page_bytes=1, memory=pages)
+    return Group('small', cost, Limits(**options), 4, pages + 1, sizes, versions, page_bytes=1, memory=pages)
 
 def same(one, other):
     assert one.first.tolist() == other.first.tolist()
@@ -71,12 +72,54 @@ def test_the_step_waits_for_a_copy_unless_it_was_prefetched():
     assert plain.first.tolist() == early.first.tolist() == [2., 2.5]
     assert (plain.seconds, early.seconds) == (8., 7.)
 
+def test_two_adapters_and_room_for_one():
+    """Five pages; each adapter takes three, each sequence one. a's copy is under way until 1.5, and a is in use until its
+    two tokens have come, at 3.5. Only then is there room for b: its copy ends at 5, its token comes at 6."""
+    asked = [Visit(0., 'a', (numbered(0, 3),), numbered(10, 2)), Visit(0., 'b', (numbered(20, 3),), numbered(30, 1))]
+    f = simulate(asked, small(dict(a=3, b=3), 5, early=True))
+    assert (f.requests, f.swaps, f.resident) == (2, 2, 0) and f.first.tolist() == [2.5, 6.] and f.seconds == 6.
+
+def test_a_copy_under_way_is_not_there_yet():
+    "a takes two seconds to come; it's asked for again after one, and after three."
+    asked = [Visit(at, 'a', (numbered(20 * i, 3),), numbered(20 * i + 10, 1)) for i,at in enumerate((0., 1., 3.))]
+    f = simulate(asked, small(dict(a=4), 20, early=True))
+    assert (f.requests, f.resident, f.swaps) == (3, 1, 1)
+
+def test_memory_by_hand():
+    """Ten pages. a takes two, its copy a second, its prompt a page from 0 on, its first token another from 2 to 3: 3·2 + 4·1.
+    Until 9 nobody runs; a and its full block are held: 3·6. The base's request needs a page from 9 to 10, beside them."""
+    asked = [Visit(0., 'a', (numbered(0, 4),), numbered(10, 2)), Visit(9., None, (numbered(20, 3),), numbered(30, 1))]
+    f = simulate(asked, small(dict(a=2), 10))
+    assert f.seconds == 10. and f.after == (0., .3)
+    assert (f.used * 100, f.held * 100) == pytest.approx((3 * 2 + 4 + 1, 3 * 2 + 4 + 3 * 6 + 3 + 1))
+
+def test_memory_of_slots_beside_the_pages():
+    """Two slots of 5, in which a needs 2 and b 3. Each runs for two seconds, one for its copy, with one page of 1: used are
+    2 + 1 and 3 + 1; held is a slot of 5 from 0, another from 10, and the pages that run."""
+    sizes = dict(a=1, b=1)
+    group = Group('slots', SECOND, Limits(rows=2, chunks=((1, 4),), tokens=8, slots=2), 4, 21, dict(a=5, b=5),
+                  lambda kv, clock: Swapped(Pages(3), sizes, lambda n: 1., clock, beside=True), page_bytes=1, memory=100,
+                  beside=dict(a=2, b=3))
+    f = simulate([Visit(at, v, (numbered(20 * i, 3),), range(1)) for i,(at, v) in enumerate([(0., 'a'), (10., 'b')])], group)
+    assert f.seconds == 12. and f.after == (0., .1)
+    assert (f.used * 1200, f.held * 1200) == pytest.approx((2 * 3 + 2 * 4, 5 * 12 + 5 * 2 + 2 + 2))
+
+def test_a_fleet_is_counted_over_its_own_time():
+    "Two groups of ten pages; one has ended after three seconds and holds three pages for seven more, until the other ends."
+    group = small(dict(a=2), 10)
+    one = simulate([Visit(0., 'a', (numbered(0, 4),), numbered(10, 2))], group)
+    other = simulate([Visit(9., None, (numbered(20, 3),), numbered(30, 1))], group)
+    assert (one.seconds, other.seconds, other.devices) == (3., 10., 1)
+    both = together([one, other])
+    assert (both.used * 200, both.held * 200) == pytest.approx((10 + 1, 10 + 3 * 7 + 1))
+    assert both.after == pytest.approx((0., .15))
+
 def test_merged_adapters_share_keys_and_values():
     group = paged(EIGHT, RANKS)
     text = numbered(0, 500)
     asked = [Visit(0., 'a0', (text,), range(9000, 9005)), Visit(60., 'a30', (text,), range(9005, 9010))]
-    apart, together = simulate(asked, group), simulate(asked, merged(group, 30))
-    assert (apart.hits.cached, together.hits.cached) == (0, 9 * 51) and (apart.swaps, together.swaps) == (2, 1)
+    apart, shared = simulate(asked, group), simulate(asked, merged(group, 30))
+    assert (apart.hits.cached, shared.hits.cached) == (0, 9 * 51) and (apart.swaps, shared.swaps) == (2, 1)
 
 def test_pods_lose_everything_when_they_restart():
     asked = [Visit(200. * i, v, (numbered(0, 500),), range(9000, 9005)) for i,v in enumerate(['a0', 'a0', 'a1', 'a0'])]
@@ -87,6 +130,9 @@ def test_pods_lose_everything_when_they_restart():
 def test_what_cannot_run_is_counted():
     f = simulate([Visit(0., None, (range(300),), range(3)), Visit(1., None, (range(30),), range(3))], small({}, 20))
     assert (f.refused, f.requests, f.hits.tokens) == (1, 1, 30)
+    with pytest.raises(Refused, match="no version 'x'"): simulate([Visit(0., 'x', (range(3),), range(3))], small({}, 20))
+    with pytest.raises(Refused, match='at least one token'): Visit(0., None, (range(3),), ())
+    assert simulate([], small({}, 20)).usd() == math.inf
     with pytest.raises(Refused, match='no version'): Swapped(Pages(2), {}, SECOND.swap, Clock()).size('x')
 
 # ---- nothing is lost
@@ -109,9 +155,10 @@ def test_a_fleet_answers_everybody_within_its_bound():
     asked = traffic(60, 40, 40)
     shares = spread(asked, 5, slack=1.2, window=5.)
     assert sorted(v.at for share in shares for v in share) == [v.at for v in asked]
-    for share in shares:
-        at = np.array([v.at for v in share])
-        for t in range(5, 60, 5): assert ((at > t - 5) & (at <= t)).sum() <= 1.2 * (5 * 40 * 1.35) / 5
+    came = sorted((v.at, g) for g,share in enumerate(shares) for v in share)
+    for i,(at, g) in enumerate(came): # nobody comes to a group that has its part of the last five seconds already
+        recent = [group for t,group in came[:i + 1] if t > at - 5]
+        assert recent.count(g) <= math.ceil(1.2 * len(recent) / 5)
     fleet = simulate_fleet(asked, paged(EIGHT, RANKS), 5)
     assert fleet.requests == len(asked) and fleet.devices == 40
     assert fleet.new_tokens == sum(len(v.answer) for v in asked)
@@ -122,8 +169,19 @@ def test_when_a_group_leaves_only_its_adapters_move():
 
 # ---- sleeping is exact
 
+def moved(clock, now, versions, pages, sums): # time passes; sums: pages times seconds, in use and held
+    for i,n in enumerate((pages.available, pages.free)): sums[i] += (now - clock.now) * (pages.capacity - n)
+    clock.now = now
+    versions.land()
+
+def work_of(plan, reads): # from its rows alone
+    ends = [row.start + len(row.tokens) for row in plan.rows]
+    pairs = sum(prompt_pairs(row.start, len(row.tokens)) for row in plan.rows)
+    read = sum(reads[v] for v in {row.sequence.request.version for row in plan.rows} - {None})
+    return Work(len(plan.decode), plan.shape[0] * plan.shape[1], sum(ends), pairs, read)
+
 def stepped(asked, group, left): # what `simulate` does, every row in every step
-    clock = Clock()
+    clock, sums = Clock(), [0., 0.]
     kv = KV(Pages(group.pages), group.block, group.kv_seconds, left)
     versions = group.versions(kv, clock)
     sched, waiting, answers, first, steps, preempted = Scheduler(kv, versions, group.limits), list(asked), {}, [], 0, 0
@@ -135,30 +193,34 @@ def stepped(asked, group, left): # what `simulate` does, every row in every step
         plan = sched.plan(clock.now)
         preempted += len(plan.preempted)
         if not plan.rows:
-            clock.now = min(waiting[0].at if waiting else math.inf, versions.arriving())
+            moved(clock, min(waiting[0].at if waiting else math.inf, versions.arriving()), versions, kv.pages, sums)
             continue
         steps += 1
-        clock.now = max(clock.now, versions.ready()) + group.cost.step(Work())
+        seconds = group.cost.step(work_of(plan, group.reads))
+        moved(clock, max(clock.now, versions.ready()) + seconds, versions, kv.pages, sums)
         sampled = [row.sequence for row in plan.rows if row.samples]
         sched.commit(plan, {s: (answers[s].answer[s.generated], None) for s in sampled})
         first += [clock.now - answers[s].at for s in sampled if s.generated == 1]
         sched.check()
     return dict(first=sorted(first), seconds=clock.now, hits=kv.total, swaps=versions.swaps, steps=steps,
-                preempted=preempted)
+                preempted=preempted, shares=[n / clock.now / group.memory for n in sums])
 
+@pytest.mark.parametrize('cost', [SECOND, PRICED], ids=['second', 'priced'])
 @pytest.mark.parametrize('seed', range(12))
-def test_sleeping_rows_change_nothing(seed):
+def test_sleeping_rows_change_nothing(seed, cost):
     rng, n = random.Random(seed), 150
     sizes = dict(a=1, b=2, c=3, d=1, e=2)
     arrivals = sorted(rng.uniform(0, 12 * n) for _ in range(n))
     lengths = [(rng.randrange(1, 60), rng.randrange(1, 60)) for _ in range(n)]
     asked = list(visits(arrivals, lengths, rng.choices([None, *sizes], k=n), .6, .3, (5., 500.), seed))
-    group = small(sizes, rng.choice([40, 44, 60, 200]), early=seed % 2 == 1, rows=rng.choice([3, 6]))
+    rows, tokens = rng.choice([(3, 24), (6, 24), (6, 10), (6, 18)]) # a chunk is of 4, 8 or 16
+    group = small(sizes, rng.choice([40, 44, 60, 200]), cost, seed % 2 == 1, rows=rows, tokens=tokens)
     ours, theirs = [], []
     f, plain = simulate(asked, group, ours.extend), stepped(asked, group, theirs.extend)
     assert f.first.tolist() == plain['first'] and (f.seconds, f.steps) == (plain['seconds'], plain['steps'])
     assert (f.hits, f.swaps, f.preemptions) == (plain['hits'], plain['swaps'], plain['preempted'])
     assert [whole(key) for key in ours] == [whole(key) for key in theirs] and f.requests == n
+    assert [f.used, f.held] == pytest.approx(plain['shares'], rel=1e-9)
 
 def whole(key): # of what left the pool: an adapter, or a block with all that comes before it
     if not isinstance(key, Block): return key
@@ -229,6 +291,31 @@ def test_the_published_figures_are_the_trace_s(shared_data):
     for theirs, ours in zip(zip(*lengths), zip(*((len(v.prompt), len(v.answer)) for v in made))):
         for q in (10, 50, 90, 99): assert np.percentile(ours, q) == pytest.approx(np.percentile(theirs, q), rel=.08)
         assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=.05)
+
+def test_made_up_traffic_is_like_the_traces(shared_data):
+    gaps = np.diff(at := conversations(shared_data)[0])
+    counts = np.histogram(at, np.arange(0, at[-1], 10))[0]
+    assert gaps.std() / gaps.mean() == pytest.approx(1.09, abs=.01)
+    assert math.sqrt(counts.var() / counts.mean()) == pytest.approx(1.96, abs=.01)
+    path = shared_data / 'trace_alibaba_genai_lora/lora_popularity.csv'
+    with open(path) as f: uses = [int(r['uses']) for r in csv.DictReader(f)]
+    assert len(uses) == 874 and uses == sorted(uses, reverse=True)
+    shares = np.cumsum(uses) / sum(uses) - np.cumsum(popularity(874))
+    assert all(abs(shares[n - 1]) < .013 for n in (10, 50, 100, 200))
+
+def test_more_adapters_than_the_trace_has(shared_data):
+    used = {v.adapter for v in real_traffic(shared_data, 2000, hours=.5, follow=.9)}
+    assert len(used) > 700 and any(int(name[1:]) > 873 for name in used)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', ['policies --adapters 20', 'speed', 'fleet', 'engine --reps 1 --requests 9'])
+def test_the_benchmark_runs(case, shared_data, tmp_path):
+    script = Path(__file__).parent / 'bench/simulate.py'
+    small = ['--hours', '.005', '--data', str(shared_data), '--json', str(tmp_path / 'kept.json')]
+    done = subprocess.run([sys.executable, str(script), *case.split(), *small], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tables = json.loads((tmp_path / 'kept.json').read_text())['tables']
+    assert tables or 'simulated' in done.stdout
 
 def test_the_real_traces_run(shared_data):
     asked = real_traffic(shared_data, hours=.1, follow=.7)

@@ -1,20 +1,25 @@
 """The simulator on public traces, its speed, and how far it is from the engine that it stands for.
 
 policies: a Llama 3 70B on eight H100s, by data sheet, with the Azure trace's arrivals and lengths (laid over one another
-for a higher rate) and the Alibaba trace's adapters, in the trace's order. speed: an hour of a Llama 3 8B on four H100s at 50
-requests a second. fleet: 1,000 a second over 100 groups. engine: prices fitted to the steps of SmolLM2 under one load
-foretell the throughput under another; their runs take turns, as quiet.py says.
+for a higher rate) and the Alibaba trace's adapters, in the trace's order; of more than its 874, made-up ones. speed: an
+hour of a Llama 3 8B on four H100s at 50 requests a second.
+fleet: 1,000 a second over 100 groups. engine: prices fitted to the steps of SmolLM2 under one load
+foretell the throughput under another; their runs take turns, as quiet.py says, each with prompts that nobody has seen.
 """
-import argparse, statistics, sys, time
+import argparse, json, os, statistics, sys, time
 from dataclasses import replace
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from rich.console import Console
 from rich.progress import track
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / 'tests'))
+from lorajax.bench import LIMIT
 from lorajax.core import ModelConfig
 from lorajax.cost import Roofline, Work, fitted, prompt_pairs
 from lorajax.simulator import (Comparison, Group, Swapped, Visit, merged, padded, paged, pod, pod_each, prefetched,
-                               simulate, simulate_fleet, traffic)
+                               simulate, simulate_fleet, spread, together, traffic)
 
 LLAMA70 = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
                       max_len=131072)
@@ -23,6 +28,10 @@ LLAMA8 = replace(LLAMA70, width=4096, mlp_width=14336, n_layers=32, n_heads=32)
 def ranks(n): return {f'a{i}': (8, 8, 8, 8, 16, 8, 8, 8, 8, 64)[i % 10] for i in range(n)}
 
 def seen(asked, what): return track(asked, what, console=Console(stderr=True)) # a progress bar over requests
+
+def report(args, title, runs): # names -> figures
+    args.tables[title] = Comparison(runs).rows
+    print(f'{title}\n{Comparison(runs)}\n')
 
 def policies(args):
     from traces import traffic as real
@@ -36,7 +45,7 @@ def policies(args):
                 f'pods that restart, first {len(few)}': simulate_fleet(seen(few, 'pods that restart'), single, 4)}
         for g in (padded(eight, ranks(n)), group, prefetched(group), merged(prefetched(group), 30)):
             runs[g.name] = simulate(seen(asked, g.name), g)
-        print(f'{n} adapters, {len(asked)} requests, {len(asked) / asked[-1].at:.1f} a second\n{Comparison(runs)}\n')
+        report(args, f'{n:,} adapters, {len(asked):,} requests, {len(asked) / asked[-1].at:.1f} a second', runs)
 
 def speed(args):
     asked = traffic(3600 * args.hours, 50, 200)
@@ -44,22 +53,24 @@ def speed(args):
     start, cpu = time.perf_counter(), time.process_time()
     f = simulate(seen(asked, 'simulating'), group)
     print(f'{args.hours} h at 50 requests/s: {f.requests} requests, {f.new_tokens} tokens, {f.steps} steps in '
-          f'{time.perf_counter() - start:.0f} s, {time.process_time() - cpu:.0f} s of them on the CPU\n'
-          f'{Comparison({group.name: f})}\n')
+          f'{time.perf_counter() - start:.0f} s, {time.process_time() - cpu:.0f} s of them on the CPU')
+    report(args, f'A Llama 3 8B on four devices, {args.hours} h at 50 requests a second', {group.name: f})
 
 def fleet(args):
     group = prefetched(paged(Roofline(LLAMA70), ranks(200)))
-    f = simulate_fleet(seen(traffic(120, 1000, 200), 'simulating'), group, 100)
-    print(f'1,000 requests/s over 100 groups for two minutes\n{Comparison({group.name: f})}\n')
+    seconds = min(120, 3600 * args.hours)
+    shares = spread(traffic(seconds, 1000, 200), 100)
+    f = together([simulate(share, group) for share in seen(shares, 'groups')])
+    report(args, f'1,000 requests a second over 100 groups, for {seconds:.0f} s', {group.name: f})
 
 # ---- against the engine
 
-def load(n, adapters, prompt, answer, seed): # requests that are there from the start
+def load(n, adapters, prompt, answer, seed, words): # requests that are there from the start; words: their tokens' seed
     import numpy as np
-    rng = np.random.default_rng(seed)
+    rng, said = np.random.default_rng(seed), np.random.default_rng([seed, words])
     p = 1 / np.arange(1, adapters + 1)
     names = [f'a{i}' for i in rng.choice(adapters, n, p=p / p.sum())]
-    return [(name, rng.integers(17, 49152, int(rng.integers(*prompt))).tolist(), int(rng.integers(*answer)))
+    return [(name, said.integers(17, 49152, int(rng.integers(*prompt))).tolist(), int(rng.integers(*answer)))
             for name in names]
 
 def served(engine, asked, reads): # seconds in all, and each step's work and seconds
@@ -90,7 +101,7 @@ def engine(args):
     from lorajax.adapters import random_adapter
     from lorajax.base import load_base
     from lorajax.engine import Config, Engine
-    from quiet import machine, quiet, take_turns
+    from quiet import Budget, machine, take_turns
     print(machine())
     config = Config(rows=8, slots=8, max_rank=16, max_len=512, chunks=((1, 64),), memory=512 << 20, prompt_logprobs=False)
     base = load_base('smollm2')
@@ -100,39 +111,47 @@ def engine(args):
         nbytes = e.residents.arena.layout.nbytes
         sizes = {v: e.residents.size(v) for v in known_as}
         reads = {None: 0} | {v: n * nbytes for v,n in sizes.items()}
-        known, other = load(24, 8, (20, 200), (16, 64), 0), load(32, 24, (20, 120), (24, 96), 1)
-        served(e, known[:8], reads)
-        loads = {'fitted to': known, 'foretold': other}
-        runs = take_turns({name: (lambda asked=asked: served(e, asked, reads)) for name,asked in loads.items()}, args.reps)
+        words, n = count(), args.requests
+        loads = {'fitted to': (n, 8, (20, 200), (16, 64), 0), 'foretold': (n * 4 // 3, 24, (20, 120), (24, 96), 1)}
+        served(e, load(*loads['fitted to'], next(words))[:8], reads)
+        cases = {name: (lambda one=one: served(e, load(*one, next(words)), reads)) for name,one in loads.items()}
+        runs = take_turns(cases, Budget(time.monotonic() + 60 * args.reps, args.reps, args.reps))
         size = [e.scheduler.limits, e.kv.block, e.residents.pages.capacity + e.residents.pages.reserved]
-    best = {name: quiet(some) or some for name,some in runs.items()}
+    undisturbed = {name: [run for run in some if run['others'] < LIMIT] for name,some in runs.items()}
+    best = {name: undisturbed[name] or some for name,some in runs.items()}
     steps = [one for run in best['fitted to'] for one in run['steps']]
     cost = fitted(*zip(*steps), e.residents.bandwidth)
     versions = lambda kv, clock: Swapped(kv.pages, sizes, lambda n: cost.swap(n * nbytes), clock, kv.left)
     group = Group('SmolLM2', cost, *size, reads, versions)
     print(f'{len(steps)} steps; {cost}')
-    for name, asked in loads.items():
-        named = zip(best[name][0]['versions'], asked)
+    for name, one in loads.items():
+        named = zip(best[name][0]['versions'], load(*one, next(words)))
         fresh = [Visit(0., v, (tuple(ids),), range(50_000, 50_000 + n)) for v,(_, ids, n) in named]
         ours, theirs = simulate(fresh, group), statistics.median(run['total'] for run in best[name])
         measured = ours.new_tokens / theirs
         print(f'{name:10} {measured:6.1f} tokens/s measured, {ours.rate:6.1f} simulated: {ours.rate / measured - 1:+.1%} '
-              f'({len(best[name])} of {args.reps} repetitions, {len(quiet(runs[name]))} undisturbed)')
+              f'({len(best[name])} of {args.reps} repetitions, {len(undisturbed[name])} undisturbed)')
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cases = dict(policies=policies, speed=speed, fleet=fleet, engine=engine)
     parser.add_argument('what', nargs='*', choices=[*cases, []], help=f'of {", ".join(cases)}; all by default')
-    parser.add_argument('--data', type=Path, default=Path(__file__).resolve().parents[3] / 'shared/data',
-                        help='folder of the public traces')
-    parser.add_argument('--adapters', type=int, nargs='+', default=[200, 800], help='registered, the most popular ones')
+    parser.add_argument('--data', type=Path, default=Path(os.environ.get('LORAJAX_DATA', ROOT.parent / 'shared/data')),
+                        help='folder of the public traces; also $LORAJAX_DATA')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='keeps the tables of policies, speed and fleet')
+    parser.add_argument('--adapters', type=int, nargs='+', default=[200, 800, 2000],
+                        help='registered, the most popular ones')
     parser.add_argument('--times', type=int, default=2, help='hours of the trace laid over one another')
     parser.add_argument('--hours', type=float, default=1., help='simulated')
     parser.add_argument('--follow', type=float, default=.9,
                         help='probability of going on with a session; 0.9 repeats half of the prompts, 1 no more than 0.53')
     parser.add_argument('--p-switch', type=float, default=0., help="probability that a session's turn changes its adapter")
     parser.add_argument('--reps', type=int, default=3, help='repetitions on the engine')
-    args = parser.parse_args()
+    parser.add_argument('--requests', type=int, default=24, help='on the engine, of the load that prices are fitted to')
+    args = parser.parse_args(namespace=argparse.Namespace(tables={}))
     for name in args.what or cases: cases[name](args)
+    if args.json:
+        facts = dict(date=datetime.now().isoformat(timespec='minutes'), hours=args.hours, tables=args.tables)
+        args.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
 
 if __name__ == '__main__': main()
