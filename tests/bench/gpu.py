@@ -140,6 +140,14 @@ def seconds(run, *args, least=5):
 
 # The parts of a run
 
+def in_time(loads, deadline, left_out):
+    "The loads that there is time for; the others are named and kept in `left_out`."
+    for load in loads:
+        if time.perf_counter() <= deadline: yield load
+        else:
+            left_out.append(asdict(load))
+            print(f'  left out, no time: {load}', flush=True)
+
 def parity(cases, interpret, pool):
     "The kernels' errors; stops the run if one is too large."
     todo = [('pallas', partial(lora_pallas, interpret=interpret), c) for c in cases]
@@ -168,13 +176,9 @@ def tried(load, d, blocks, interpret, name):
         if name in ('pallas', 'merged'): raise
         print(f'  {name} is left out: {str(e).splitlines()[0]}', flush=True)
 
-def timed(loads, bandwidth, interpret, pool, deadline):
+def timed(loads, bandwidth, interpret, pool):
     print(f'  {"rows x tokens":>14}{"adapters":>9}{"floor":>9}' + ''.join(f'{m:>11}' for m in METHODS) + '   us; floor/pallas')
     for load in loads:
-        if time.perf_counter() > deadline:
-            print(f'  {load.rows:>7} x {load.tokens:<4}{load.adapters:>9}  left out: no time', flush=True)
-            yield asdict(load) | dict(left_out=True)
-            continue
         d, blocks = make(load), blocks_for(load.path, 'bfloat16')
         names = methods(load, d)
         errors = agree(load, d, names, blocks, interpret)
@@ -221,13 +225,9 @@ def attention_parity(shapes, interpret):
         if not error < allowed: sys.exit(f'attention is wrong by {error}, allowed are {allowed}; nothing is timed')
         yield dict(kernel='attention', case=f'{case} {window} {dtype}', error=error)
 
-def attention_timed(loads, bandwidth, interpret, deadline):
+def attention_timed(loads, bandwidth, interpret):
     print(f'  {"rows x positions":>18}{"floor":>9}' + ''.join(f'{m:>11}' for m in ATTENDS) + '   us; floor/pallas')
     for load in loads:
-        if time.perf_counter() > deadline:
-            print(f'  {load.rows:>9} x {load.length:<6}  left out: no time', flush=True)
-            yield asdict(load) | dict(left_out=True)
-            continue
         data, attends = make_attention(load), ATTENDS | dict(pallas=partial(attend_paged_pallas, interpret=interpret))
         us = {name: seconds(attention_over_layers(load, f), *data) / load.trips * 1e6 for name,f in attends.items()}
         floor = load.floor_bytes / bandwidth * 1e6
@@ -317,8 +317,9 @@ def main(argv=None):
         if args.tune: result['tuned'] = tuned(loads, args.dry, pool, time.perf_counter() + args.seconds / 2)
         if args.tune and not args.dry: keep_tuned(result['tuned'])
         attentions = DRY_ATTENTION if args.dry else ATTENTION_LOADS
-        for part, found in [('attention', attention_timed(attentions, bandwidth, args.dry, deadline)),
-                            ('times', timed(loads, bandwidth, args.dry, pool, deadline))]:
+        result['left_out'] = left_out = []
+        for part, found in [('attention', attention_timed(in_time(attentions, deadline, left_out), bandwidth, args.dry)),
+                            ('times', timed(in_time(loads, deadline, left_out), bandwidth, args.dry, pool))]:
             result[part] = []
             for one in found:
                 result[part].append(one)

@@ -11,6 +11,7 @@ def test_dry_run(tmp_path, capsys):
     assert found['dry'] and found['device'] and found['jax'] and found['copy_bytes_a_second'] > 0
     assert [len(t['us']) for t in found['times']] == [5, 5] and found['parity'][0]['error'] < 1e-2
     [attention] = found['attention']
+    assert found['left_out'] == []
     assert attention['us'].keys() == {'pallas', 'xla'} and [p['kernel'] for p in found['parity']].count('attention') == 2
     assert found['swap']['swap']['ms_p50'] > 0, found['swap']
     assert 'floor/pallas' in capsys.readouterr().out
@@ -30,6 +31,11 @@ def test_the_loads_that_are_timed():
     loads = {(load.path, load.T, load.adapters) for load in gpu.LOADS}
     assert {('decode', t, n) for t in (1, 8, 64, 256) for n in (1, 8, 64, 256) if n <= t} <= loads
     assert {('prefill', t, n) for t in (512, 4096) for n in (1, 8, 64, 256)} <= loads
+
+def test_what_there_is_no_time_for_is_kept(capsys):
+    left_out = []
+    assert list(gpu.in_time(gpu.DRY, 0., left_out)) == [] and [one['tokens'] for one in left_out] == [1, 5]
+    assert capsys.readouterr().out.count('no time') == 2
 
 def test_what_attends_beside_the_kernel_computes_the_same():
     load = gpu.DRY_ATTENTION[0]
