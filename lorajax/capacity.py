@@ -82,7 +82,8 @@ class Capacity:
 
     def __str__(self):
         gb = lambda n: f'{n / 1e9:.2f} GB'
-        rows = [f'base {gb(self.base)}, programs and not taken {gb(self.overhead)}, arena {gb(self.pages * self.layout.nbytes)}: '
+        rows = [f'base {gb(self.base)}, programs and not taken {gb(self.overhead)}, '
+                f'arena {gb(self.pages * self.layout.nbytes)}: '
                 f'{self.pages} pages of {self.layout.nbytes / 1e6:.2f} MB ({self.layout.block} tokens)',
                 f'keys and values {self.kv_pages} pages, left for adapters {self.left}']
         rows += [f'rank {rank}: {self.sizes[rank]} pages each, {n} fit' for rank,n in self.fits.items()]
@@ -113,7 +114,8 @@ def plan_capacity(
     overhead = max(0, device - held - arena)
     pages, kv_pages = arena // layout.nbytes, batch * -(-context // layout.block)
     if pages - RESERVED < kv_pages:
-        raise Refused(f'{device / 1e9:.1f} GB are too few for the base ({held / 1e9:.1f} GB), what the arena can\'t have ({overhead / 1e9:.1f} GB) '
+        raise Refused(f'{device / 1e9:.1f} GB are too few for the base ({held / 1e9:.1f} GB), '
+                      f'what the arena can\'t have ({overhead / 1e9:.1f} GB) '
                       f'and {batch} sequences of {context} tokens ({kv_pages * layout.nbytes / 1e9:.1f} GB); '
                       'take a larger device, fewer sequences or a shorter context')
     total = sum(ranks.values())

@@ -330,9 +330,11 @@ def _shape_of(model): # ModelConfig
 
 @app.command()
 def plan(
-    model:Annotated[str, typer.Option('--model', '-m', help='A Hugging Face directory, a config.json, a .gguf file, or smollm2.')]='smollm2',
+    model:Annotated[str, typer.Option('--model', '-m',
+        help='A Hugging Face directory, a config.json, a .gguf file, or smollm2.')]='smollm2',
     gpu:Annotated[str, typer.Option(metavar='NAME', help=f'One of {", ".join(DEVICES)}, or its memory as 24GB.')]='h100-80',
-    ranks:Annotated[str, typer.Option('--rank-histogram', metavar='RANK:COUNT,…', help='How many adapters have which rank.')]='16',
+    ranks:Annotated[str, typer.Option('--rank-histogram', metavar='RANK:COUNT,…',
+        help='How many adapters have which rank.')]='16',
     context:Annotated[int, typer.Option(min=1, help='Tokens of a sequence, its answer included.')]=4096,
     batch:Annotated[int, typer.Option(min=1, help='Sequences at the same time.')]=32,
     dtype:Annotated[str, typer.Option(help=DTYPE_HELP)]='bfloat16',
