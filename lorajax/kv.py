@@ -55,11 +55,9 @@ class Table:
     version: str | None # of the request
     invocation: int # position from which the version's adapter acts
     blocks: list[Holding] # block j holds positions j·block to (j+1)·block - 1
+    pages: list[int] # of the blocks
     published: int # the first so many blocks are published, the others private
     source: Holding | None # page that the first private block is to be copied from, before the next step
-
-    @property
-    def pages(self) -> tuple[int, ...]: return tuple(h.pages[0] for h in self.blocks)
 
 # %% ../nbs/08_kv.ipynb #7d40af64
 @dataclass
@@ -104,7 +102,8 @@ def _find(kv, version, tokens, invocation, fork):
 def _open(kv, prefix):
     "See `KV.open`."
     for key in prefix.kept(): kv.pages.use(key)
-    return Table(prefix.version, prefix.invocation, list(prefix.blocks), len(prefix.blocks), prefix.source)
+    blocks = list(prefix.blocks)
+    return Table(prefix.version, prefix.invocation, blocks, [h.pages[0] for h in blocks], len(blocks), prefix.source)
 
 def _grow(kv, table, n):
     "See `KV.grow`."
@@ -112,8 +111,10 @@ def _grow(kv, table, n):
     if more > kv.pages.available: return False
     for _ in range(more):
         key = 'private', next(kv._serial)
-        kv.left(kv.pages.take(key, 1, 'kv', kv.seconds)[1])
+        pages, left = kv.pages.take(key, 1, 'kv', kv.seconds)
+        kv.left(left)
         table.blocks.append(kv.pages.holdings[key])
+        table.pages += pages
     return True
 
 def _give_back(kv:KV, private:Holding):
@@ -129,6 +130,7 @@ def _publish_next(kv:KV, table:Table, tokens:Sequence[int]):
     if key in pages:
         pages.use(key)
         table.blocks[j] = pages.holdings[key]
+        table.pages[j], = table.blocks[j].pages
         _give_back(kv, own)
     else: pages.rename(own.key, key, [before.key] if before else [])
     if before: pages.done(before.key)
@@ -146,7 +148,7 @@ def _close(kv, table):
     for h in table.blocks[table.published:]: _give_back(kv, h)
     for h in (table.source, *table.blocks[:table.published][-1:]):
         if h: kv.pages.done(h.key)
-    table.blocks, table.published, table.source = [], 0, None
+    table.blocks, table.pages, table.published, table.source = [], [], 0, None
 
 def _forget(kv, version):
     "See `KV.forget`."
@@ -210,5 +212,6 @@ def _check(kv:KV, tables:list[Table]):
     for t in tables:
         kinds = [isinstance(h.key, Block) for h in t.blocks]
         assert kinds == [j < t.published for j in range(len(kinds))], 'a table mistakes private and published blocks'
+        assert t.pages == [p for h in t.blocks for p in h.pages], 'a table has lost its pages'
         for before, h in zip([None, *t.blocks], t.blocks[:t.published]):
             assert h.key.before is before, 'a table is not one chain'

@@ -115,7 +115,7 @@ def _count(n): return f'{n} page' + 's' * (n != 1)
 
 def _check_room(pages:Pages, key:Hashable, n:int, parts:Sequence[Holding]):
     "Raises if `n` pages can't be had while `parts` stay."
-    room = pages.room(h.key for h in parts)
+    room = pages.room(h.key for h in parts) if parts else pages.available
     if n <= room: return
     least = n + _pages_behind(parts, lambda h: True)
     if least > pages.capacity:

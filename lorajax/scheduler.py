@@ -125,7 +125,8 @@ def _preempt(sched:Scheduler, s:Sequence):
 def _grow_running(sched:Scheduler) -> list[Sequence]: # preempted
     "Pages for everyone's next token; the last in the order pay for it."
     lost = []
-    for s in [s for s in sched.running if len(s.tokens) > len(s.table.blocks) * sched.kv.block]:
+    block = sched.kv.block
+    for s in [s for s in sched.running if len(s.tokens) > len(s.table.blocks) * block]:
         while s.table and not sched.kv.grow(s.table, len(s.tokens)):
             lost.append(sched.running[-1])
             _preempt(sched, lost[-1])
@@ -146,7 +147,7 @@ def _row(s:Sequence, most:int) -> Row:
     "A row with the next tokens of `s`, at most so many."
     end = s.computed + min(most, s.pending)
     samples = end == len(s.tokens) and s.wants_more
-    return Row(s, s.computed, tuple(s.tokens[s.computed:end]), s.table.pages, s.version, samples)
+    return Row(s, s.computed, tuple(s.tokens[s.computed:end]), tuple(s.table.pages), s.version, samples)
 
 def _rows(sched:Scheduler, without:Collection[Sequence]) -> dict: # fields of a Plan
     "Who computes what."
@@ -183,13 +184,12 @@ def _submit(sched, request):
 # %% ../nbs/14b_scheduler.ipynb #a857fa22
 def _plan(sched, now, without):
     "See `Scheduler.plan`."
-    before = [*sched.running, *sched.waiting]
-    for s in before:
-        if now >= s.request.deadline: _end(sched, s, 'deadline')
+    before, ends = [*sched.running, *sched.waiting], sched.ends
+    for s in [s for s in before if s.request.deadline <= now]: _end(sched, s, 'deadline')
     preempted, started = _grow_running(sched), _start_waiting(sched)
     copies = tuple((s.table.source.pages[0], s.table.pages[s.table.published]) for s in started if s.table.source)
     number, sched.steps = sched.steps, sched.steps + 1
-    return Plan(number, copies=copies, preempted=tuple(preempted), ended=tuple(s for s in before if s.finished),
+    return Plan(number, copies=copies, preempted=tuple(preempted), ended=tuple(s for s in before if s.finished) if sched.ends > ends else (),
                 waiting=tuple((s, s.waits) for s in sched.waiting), **_rows(sched, without))
 
 # %% ../nbs/14b_scheduler.ipynb #499b723a

@@ -153,7 +153,7 @@ def test_sequences_that_fill_the_same_blocks_end_with_one_copy():
     for done in range(1, 11): # in step with each other
         for t in tables: kv.publish(t, tokens, done)
         kv.check(tables)
-    assert len({t.pages[:2] for t in tables}) == 1 and len({t.pages[2] for t in tables}) == 3 and kv.pages.free == 14
+    assert len({tuple(t.pages[:2]) for t in tables}) == 1 and len({t.pages[2] for t in tables}) == 3 and kv.pages.free == 14
     for t in tables: kv.close(t)
     assert (kv.pages.idle, kv.pages.free) == (2, 17)
 
