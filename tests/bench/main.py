@@ -41,7 +41,7 @@ def worker(pipe, name, budget, options):
     "One part, in its process."
     signal.signal(signal.SIGTERM, ended)
     import jax
-    jax.config.update('jax_compilation_cache_dir', str(ROOT / '.lorajax/programs'))
+    jax.config.update('jax_compilation_cache_dir', str(Path.home() / '.cache/lorajax/xla')) # the server's
     jax.config.update('jax_persistent_cache_min_compile_time_secs', .2)
     try: pipe.send(getattr(import_module(PARTS[name][0]), name)(replace(budget, tell=pipe.send), options))
     except Exception: pipe.send(traceback.format_exc())
@@ -117,7 +117,7 @@ def main():
     parser.add_argument('--json', type=Path, metavar='FILE', help='keep the run there too')
     parser.add_argument('--runs', type=Path, default=RUNS, metavar='FOLDER',
                         help='where runs are kept by date, and earlier ones found; default: .lorajax/bench')
-    parser.add_argument('--minutes', type=float, default=6., help='for all parts; fewer have their share (%(default)s)')
+    parser.add_argument('--minutes', type=float, default=5., help='for all parts; fewer have their share (%(default)s)')
     parser.add_argument('--limit', type=float, default=10., help='minutes after which all is stopped (%(default)s)')
     parser.add_argument('--least', type=int, default=2, help='turns of each part, however long they take (%(default)s)')
     parser.add_argument('--registered', type=int, default=1000, help='adapters of the large fleet (%(default)s)')
