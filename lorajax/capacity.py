@@ -35,7 +35,8 @@ def linear_numbers(
 
 def base_numbers(config:ModelConfig) -> int:
     "Numbers of a base: its matrices, its biases, its norms."
-    matrices = sum(n_in * n_out for path,(n_in, n_out) in module_shapes(config).items() if not (path == HEAD and config.tied))
+    shapes = module_shapes(config).items()
+    matrices = sum(n_in * n_out for path,(n_in, n_out) in shapes if not (path == HEAD and config.tied))
     biases = config.qkv_bias * (config.q_width + 2 * config.kv_width) + config.o_bias * config.width
     norms = 2 * config.width + 2 * config.qk_norm * config.head_dim
     return matrices + config.n_layers * (biases + norms) + config.width
@@ -49,7 +50,8 @@ def adapter_pages(
     dtype:str|None=None, # 'int8', or None for the base's own
 ) -> int:
     "Pages of an adapter that has these ranks in every layer."
-    paths = {path: ranks[path.rpartition('.')[2]] for path in module_shapes(layout.config) if path.rpartition('.')[2] in ranks}
+    module = lambda path: path.rpartition('.')[2]
+    paths = {path: ranks[module(path)] for path in module_shapes(layout.config) if module(path) in ranks}
     if not paths: raise Refused(f'targets {quoted(sorted(ranks))} name no module; choose of {", ".join(LINEARS)}')
     return -(-pieces_of(paths, layout.config, numbers_per_word(layout, dtype)).tiles // layout.tiles)
 
@@ -124,7 +126,8 @@ def plan_capacity(
 
 # %% ../nbs/18_capacity.ipynb #30a10487
 DEVICES = {name: mib << 20 for name,mib in { # what `nvidia-smi` lists, in MiB
-    'l4': 23034, 'rtx4090': 24564, 'a100-40': 40960, 'l40s': 46068, 'h100-80': 81559, 'a100-80': 81920, 'h200': 143771}.items()}
+    'l4': 23034, 'rtx4090': 24564, 'a100-40': 40960, 'l40s': 46068, 'h100-80': 81559, 'a100-80': 81920,
+    'h200': 143771}.items()}
 
 def device_bytes(
     device:str, # a key of `DEVICES`, or a size as 24GB

@@ -54,6 +54,7 @@ class Roofline:
     bandwidth_reached: float = .6
     link_reached: float = .8
     launch: float = .002 # seconds of any step
+    taken: float = .95 # share of the memory, by the process
 
     def step(self, w:Work) -> float: return _roofline_step(self, w) # seconds
     def swap(self, nbytes:int) -> float: # seconds
@@ -70,13 +71,13 @@ class Roofline:
     @property
     def position_bytes(self): return 4 * self.config.n_layers * self.config.kv_width # keys and values of one position
     @property
-    def arena_bytes(self): # a tenth of what the base leaves is the programs'
+    def arena_bytes(self): # a tenth of what the base leaves is for activations and programs
         "Memory for pages; `Refused` when the base alone doesn't fit."
-        left = self.devices * self.device.memory - self.base_bytes
-        if left <= 0:
+        taken = int(self.taken * self.devices * self.device.memory)
+        if taken <= self.base_bytes:
             raise Refused(f'the base takes {self.base_bytes / 1e9:.0f} GB and {self.devices} devices have '
-                          f'{self.devices * self.device.memory / 1e9:.0f}; take more devices')
-        return left * 9 // 10
+                          f'{taken / 1e9:.0f} for it; take more devices')
+        return (taken - self.base_bytes) * 9 // 10
 
 def _roofline_step(cost, w):
     c, n = cost.config, cost.devices

@@ -71,7 +71,8 @@ def check_imports(names, banned):
 @pytest.mark.parametrize('module', ['core', 'adapters', 'lora_config', 'peft', 'pages', 'images', 'weights', 'hf',
                                     'gguf_files', 'text', 'tokenizer_files', 'kv', 'registry', 'router', 'encoders',
                                     'classifiers', 'router_model', 'evaluation', 'shared_state', 'lifecycle', 'route_cli',
-                                    'plan', 'scheduler', 'cost', 'simulator'])
+                                    'plan', 'scheduler', 'cost', 'traffic', 'simulator',
+                                    'affinity', 'policies'])
 def test_host_modules_never_import_jax_or_torch(module):
     check_imports([f'lorajax.{module}'], {'jax', 'torch', 'transformers', 'peft'})
 

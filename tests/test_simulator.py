@@ -6,6 +6,7 @@ import numpy as np, pytest
 from traces import conversations, traffic as real_traffic
 from lorajax import engine as engine_module
 from lorajax.adapters import random_adapter
+from lorajax.affinity import rendezvous, spread
 from lorajax.base import random_base
 from lorajax.core import ModelConfig, Refused, Sampling
 from lorajax.cost import Fitted, Roofline, Work, prompt_pairs
@@ -13,9 +14,10 @@ from lorajax.engine import Config, Engine
 from lorajax.kv import KV, Block
 from lorajax.pages import Pages
 from lorajax.plan import Limits, Request
+from lorajax.policies import merged, padded, paged, pod, pod_each, prefetched, simulate_fleet, together
 from lorajax.scheduler import Scheduler
-from lorajax.simulator import (Clock, Group, Prefetched, Swapped, Visit, merged, padded, paged, pod, popularity,
-                               prefetched, rendezvous, simulate, simulate_fleet, spread, together, traffic, visits)
+from lorajax.simulator import Clock, Group, Prefetched, Swapped, simulate
+from lorajax.traffic import Visit, popularity, traffic, visits
 
 LLAMA70 = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
                       max_len=131072)
@@ -133,6 +135,9 @@ def test_what_cannot_run_is_counted():
     with pytest.raises(Refused, match="no version 'x'"): simulate([Visit(0., 'x', (range(3),), range(3))], small({}, 20))
     with pytest.raises(Refused, match='at least one token'): Visit(0., None, (range(3),), ())
     assert simulate([], small({}, 20)).usd() == math.inf
+    with pytest.raises(Refused, match='at least one visit'): pod_each([], pod(TWO, RANKS), 40)
+    with pytest.raises(Refused, match='at least one group'): together([])
+    assert simulate_fleet([], small({}, 20), 2).requests == 0
     with pytest.raises(Refused, match='no version'): Swapped(Pages(2), {}, SECOND.swap, Clock()).size('x')
 
 # ---- nothing is lost
@@ -164,7 +169,7 @@ def test_a_fleet_answers_everybody_within_its_bound():
     assert fleet.new_tokens == sum(len(v.answer) for v in asked)
 
 def test_when_a_group_leaves_only_its_adapters_move():
-    before, after = ([rendezvous(f'a{i}', n)[0] for i in range(500)] for n in (8, 7))
+    before, after = ([rendezvous(f'a{i}', range(n))[0] for i in range(500)] for n in (8, 7))
     assert all(b == a for b,a in zip(before, after) if b != 7) and 30 < sum(b == 7 for b in before) < 100
 
 # ---- sleeping is exact

@@ -2,7 +2,7 @@
 import csv, gzip
 from datetime import datetime
 import numpy as np
-from lorajax.simulator import popularity, visits
+from lorajax.traffic import popularity, visits
 
 def conversations(data): # data: the folder of shared data -> seconds since the first, (tokens of prompt, of answer)
     path = data / 'trace_azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz'

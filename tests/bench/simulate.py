@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.progress import track
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / 'tests'))
+from lorajax.affinity import spread
 from lorajax.bench import LIMIT
 from lorajax.core import ModelConfig
 from lorajax.cost import Roofline, Work, fitted, prompt_pairs
-from lorajax.simulator import (Comparison, Group, Swapped, Visit, merged, padded, paged, pod, pod_each, prefetched,
-                               simulate, simulate_fleet, spread, together, traffic)
+from lorajax.policies import Comparison, merged, padded, paged, pod, pod_each, prefetched, simulate_fleet, together
+from lorajax.simulator import Group, Swapped, simulate
+from lorajax.traffic import Visit, traffic
 
 LLAMA70 = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
                       max_len=131072)
