@@ -13,7 +13,7 @@ import numpy as np
 from .core import Refused
 
 # %% auto #0
-__all__ = ['QUANTILES', 'PROMPTS', 'ANSWERS', 'Visit', 'visits', 'popularity', 'traffic']
+__all__ = ['QUANTILES', 'PROMPTS', 'ANSWERS', 'Visit', 'Text', 'visits', 'popularity', 'traffic']
 
 # %% ../nbs/18b_traffic.ipynb #6ecf7364
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,22 @@ class Visit:
     @property
     def prompt(self) -> tuple[int, ...]: return tuple(chain.from_iterable(self.said))
 
+# %% ../nbs/18b_traffic.ipynb #b51d7a02
+_WORDS = tuple(range(1 << 17)) # that all texts have
+
+@dataclass(frozen=True, slots=True)
+class Text(Sequence):
+    "Made-up tokens."
+    first: int # token that only this text has
+    n: int # tokens
+
+    def __post_init__(self):
+        if self.n > len(_WORDS): raise Refused(f'a text of {self.n} tokens; {len(_WORDS)} are the most that can be made up')
+
+    def __len__(self): return self.n
+    def __iter__(self): return chain((self.first,), _WORDS[1:self.n])
+    def __getitem__(self, i): return _WORDS[i] if isinstance(i, int) and 0 < i < self.n else tuple(self)[i]
+
 # %% ../nbs/18b_traffic.ipynb #ccffe1aa
 @dataclass(frozen=True, slots=True, order=True)
 class _Talk:
@@ -37,7 +53,7 @@ class _Talk:
     at: float # when its last turn came
     number: int # of that turn
     adapter: str | None = field(compare=False)
-    said: tuple[range, ...] = field(compare=False) # tokens
+    said: tuple[Text, ...] = field(compare=False)
 
 def _longest(talks:list[_Talk], below:int, since:float) -> _Talk | None: # talks: sorted
     "Takes out the longest talk of fewer tokens, not older."
@@ -54,7 +70,7 @@ def visits(
     seed:int=0,
 ) -> Iterator[Visit]:
     "Traffic in sessions."
-    rng, words, recent, talks = np.random.default_rng(seed), 0, deque(), []
+    rng, texts, recent, talks = np.random.default_rng(seed), len(_WORDS), deque(), []
     for number, (at, (asked, answered), adapter) in enumerate(zip(arrivals, lengths, adapters)):
         goes_on, switches = rng.random(2) < (follow, p_switch)
         while recent and recent[0].at <= at - pause[0]: insort(talks, recent.popleft())
@@ -62,8 +78,8 @@ def visits(
         before = _longest(talks, asked, at - pause[1]) if goes_on else None
         said, length = (before.said, before.length) if before else ((), 0)
         if before and not switches: adapter = before.adapter
-        new, answer = range(words, words + asked - length), range(words + asked - length, words + asked - length + answered)
-        words = answer.stop
+        new, answer = Text(texts, asked - length), Text(texts + 1, answered)
+        texts += 2
         recent.append(_Talk(asked + answered, at, number, adapter, (*said, new, answer)))
         yield Visit(at, adapter, (*said, new), answer)
 
