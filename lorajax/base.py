@@ -120,12 +120,13 @@ def load_base(
 
 # %% ../nbs/09f_base.ipynb #c47ebdc1
 def _divided(c, w, split): # w: tree of a whole decoder's arrays -> Decoder
-    def put(module, own):
+    def put(module, parts):
         one = lambda path, x: put_weight(split, c, module, path[0].key if path else '', np.asarray(x))
-        return jax.tree.map_with_path(one, own)
-    outside = {module: put(module, own) for module,own in w.items() if module != 'layers'}
-    layers = {module: put(module, own) for module,own in w['layers'].items()}
-    return Decoder(share(c, split.n), outside | dict(layers=layers), split.axis)
+        return jax.tree.map_with_path(one, parts)
+    own = share(c, split.n)
+    outside = {module: put(module, parts) for module,parts in w.items() if module != 'layers'}
+    layers = {module: put(module, parts) for module,parts in w['layers'].items()}
+    return Decoder(own, outside | dict(layers=layers), split.axis)
 
 def divided(
     base:Base,

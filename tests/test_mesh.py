@@ -8,6 +8,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope='module')
 def seen(tmp_path_factory):
     env = os.environ | dict(JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES='8', JAX_ENABLE_COMPILATION_CACHE='0',
+                            XLA_FLAGS='--xla_backend_optimization_level=0', # half the time to compile
                             PYTHONPATH=os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get('PYTHONPATH')])]))
     command = [sys.executable, '-W', 'error::UserWarning', str(HERE / 'mesh.py'), str(tmp_path_factory.mktemp('mesh'))]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
