@@ -15,6 +15,7 @@ from jax import Array
 from .core import Refused
 from .images import CHANNELS, RANK_BLOCK, PageLayout
 from .pages import Pages
+from .split import by_last, EVERYWHERE, WORDS, Split
 from .store import LARGEST_CHUNK, Known, Store, Stored
 
 # %% auto #0
@@ -56,20 +57,23 @@ class Arena:
     def __init__(self,
         layout:PageLayout, # of a page
         n_pages:int, # in the buffer; page 0 is scratch
+        split:Split=Split(), # the devices, each with such a buffer
     ):
-        self.layout, self.n_pages = layout, n_pages
-        place = lambda kind: jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
-        self.words = jnp.zeros((n_pages, layout.words), layout.word, device=place('device')) # as programs give it back
-        shape = lambda n: (jax.ShapeDtypeStruct((n, layout.words), layout.word, sharding=place('pinned_host')),
-                           jax.ShapeDtypeStruct((n,), jnp.int32, sharding=place('device')))
+        assert split.n == layout.devices, f'pages for {layout.devices} devices on {split.n}'
+        self.layout, self.n_pages, self.split = layout, n_pages, split
+        self.words = jnp.zeros((n_pages, layout.all_words), layout.word, device=split.at(WORDS)) # as programs give it back
+        shape = lambda n: (jax.ShapeDtypeStruct((n, layout.all_words), layout.word, sharding=split.at(WORDS, 'pinned_host')),
+                           jax.ShapeDtypeStruct((n,), jnp.int32, sharding=split.at()))
         sizes = [1 << i for i in range(LARGEST_CHUNK.bit_length()) if 1 << i < n_pages]
-        self.programs = {n: write_pages.lower(self.words, *shape(n)).compile() for n in sizes}
-        self.look = jax.jit(lambda words, page: words[page, 0]).lower(self.words, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        write = split.each(write_pages, (WORDS, WORDS, EVERYWHERE), WORDS, donate=0)
+        self.programs = {n: write.lower(self.words, *shape(n)).compile() for n in sizes}
+        look = split.each(jax.jit(lambda words, page: words[page, :1]), (WORDS, EVERYWHERE), by_last(1))
+        self.look = look.lower(self.words, jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
     @property
-    def nbytes(self): return self.n_pages * self.layout.nbytes
+    def nbytes(self): return self.n_pages * self.layout.nbytes # on each device
 
-    def write(self, chunks:Sequence[Array], ids:Sequence[int]): # page-locked chunks, together [n, words]; n pages
+    def write(self, chunks:Sequence[Array], ids:Sequence[int]): # page-locked chunks, together [n, all_words]; n pages
         "Start copying the chunks into these pages; programs that use the buffer later see them."
         ends = list(accumulate(map(len, chunks)))
         assert ends[-1:] == [len(ids)], f'{ends[-1:]} pages came for {len(ids)}'
@@ -77,7 +81,7 @@ class Arena:
             n = len(chunk)
             self.words = self.programs[n](self.words, chunk, np.array(ids[end-n:end], np.int32))
 
-    def written(self, page:int) -> Array: # [] a word of the page
+    def written(self, page:int) -> Array: # [devices] words of the page
         "Ready as soon as everything that was started before is."
         return self.look(self.words, np.int32(page))
 

@@ -58,7 +58,7 @@ def bake(
     if adapter.invocation or adapter.routing is not None:
         raise Refused(f'adapter {adapter.name!r} acts on part of a text or with a routing token, and weights can do '
                       'neither; serve it as an adapter')
-    w, config, lost = nnx.to_pure_dict(nnx.state(base.decoder)), base.config, {}
+    w, config, lost = nnx.to_pure_dict(nnx.state(base.whole)), base.config, {}
     _bake_layers(w['layers'], adapter, config, lost)
     if config.tied and {EMBEDDING, HEAD} & adapter.modules.keys():
         w['head'], config = dict(weight=w['embed']), replace(config, tied=False)

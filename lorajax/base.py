@@ -6,10 +6,11 @@
 from __future__ import annotations
 import hashlib, json, tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh
 import orbax.checkpoint as ocp, tokenizers
 from flax import nnx
 from .adapters import Adapter, base_fingerprint, tensor_digest, version_id
@@ -19,12 +20,14 @@ from .hf import open_hf
 from .images import check_adapter_dtype
 from .model import Decoder, pack, random_tensors
 from .peft import load_adapter
+from .split import Split, put_weight, share, split_over
 from .text import BYTE_ALPHABET, Tokenizer, tokenizer_from_codec
 from .tokenizer_files import tokenizer_from_gguf, tokenizer_from_hf
 from .weights import BaseFiles
 
 # %% auto #0
-__all__ = ['DTYPES', 'RECORD', 'Base', 'open_base', 'load_base', 'save_base', 'restore_base', 'byte_tokenizer', 'random_base']
+__all__ = ['DTYPES', 'RECORD', 'Base', 'open_base', 'load_base', 'divided', 'save_base', 'restore_base', 'byte_tokenizer',
+           'random_base']
 
 # %% ../nbs/09f_base.ipynb #05df142e
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,12 +35,18 @@ class Base:
     "A base model on the device, ready to run."
     name: str # what requests call it
     config: ModelConfig
-    decoder: Decoder
+    decoder: Decoder # where several devices share it, of one device's share
     tokenizer: Tokenizer
     fingerprint: str # see `base_fingerprint`
+    split: Split = Split() # those devices
 
     @property
     def dtype(self): return self.decoder.embed[...].dtype # of weights and activations
+    @property
+    def whole(self) -> Decoder: # for what is done on one device
+        if self.split.mesh is None: return self.decoder
+        raise Refused(f'the base {self.name!r} lies on {self.split.n} devices, and this is done on one; '
+                      'load it without a mesh')
     @cached_property
     def nbytes(self): return sum(w.nbytes for w in jax.tree.leaves(nnx.state(self.decoder)))
 
@@ -90,11 +99,14 @@ def load_base(
     dtype:str|None=None, # of weights and activations, 'bfloat16' or 'float32'; None for bfloat16 or what was kept
     name:str|None=None, # what requests call it; None for the last part of the path
     progress:Callable=lambda layers: layers, # wraps the iteration over layers, for a progress bar
+    mesh:int|Mesh|None=None, # devices that share it, as for `split_over`
 ) -> Base:
-    "The base in these files, on the default device."
+    "The base in these files, on the default device or on those of the mesh."
     if dtype not in (None, *DTYPES): raise Refused(f'dtype={dtype!r}; choose one of {", ".join(DTYPES)}')
-    if path != 'smollm2' and (Path(path) / RECORD).is_file(): return restore_base(path, dtype, name)
+    split = split_over(mesh)
+    if path != 'smollm2' and (Path(path) / RECORD).is_file(): return restore_base(path, dtype, name, split)
     files = open_base(path)
+    share(files.config, split.n) # refuses before minutes are spent on reading
     tokenizer = (tokenizer_from_hf(files.path, files.eos_ids) if files.kind == 'hf' else
                  tokenizer_from_gguf(files.metadata, files.eos_ids))
     digests = {}
@@ -102,9 +114,28 @@ def load_base(
         array = files.tensors[key]
         digests[key] = tensor_digest(key, array)
         return array
-    decoder = pack(files.config, tensor, DTYPES[dtype or 'bfloat16'], progress)
+    decoder = pack(files.config, tensor, DTYPES[dtype or 'bfloat16'], progress, split)
     own = Path(path).absolute().stem if files.kind == 'gguf' else Path(path).absolute().name
-    return Base(name or own, files.config, decoder, tokenizer, base_fingerprint(digests, files.config))
+    return Base(name or own, files.config, decoder, tokenizer, base_fingerprint(digests, files.config), split)
+
+# %% ../nbs/09f_base.ipynb #c47ebdc1
+def _divided(c, w, split): # w: tree of a whole decoder's arrays -> Decoder
+    def put(module, parts):
+        one = lambda path, x: put_weight(split, c, module, path[0].key if path else '', np.asarray(x))
+        return jax.tree.map_with_path(one, parts)
+    own = share(c, split.n)
+    outside = {module: put(module, parts) for module,parts in w.items() if module != 'layers'}
+    layers = {module: put(module, parts) for module,parts in w['layers'].items()}
+    return Decoder(own, outside | dict(layers=layers), split.axis)
+
+def divided(
+    base:Base,
+    mesh:int|Mesh|None, # as for `split_over`; None for wherever it is
+) -> Base: # the same base
+    "The base on these devices."
+    split = base.split if mesh is None else split_over(mesh)
+    if split == base.split: return base
+    return replace(base, decoder=_divided(base.config, nnx.to_pure_dict(nnx.state(base.whole)), split), split=split)
 
 # %% ../nbs/09f_base.ipynb #cd91be9f
 RECORD = 'lorajax_base.json'
@@ -135,7 +166,7 @@ def save_base(
     path:str|Path, # the directory to make
 ) -> Path: # the same directory
     "Keeps a loaded base in a form that loads fast."
-    path, weights = Path(path).absolute(), nnx.to_pure_dict(nnx.state(base.decoder))
+    path, weights = Path(path).absolute(), nnx.to_pure_dict(nnx.state(base.whole))
     if path.exists(): raise Refused(f'{path} is there already; choose another directory')
     record = dict(name=base.name, config=asdict(base.config), dtype=base.dtype.name, fingerprint=base.fingerprint,
                   tokenizer=_text_record(base.tokenizer), arrays=_array_hashes(weights))
@@ -156,8 +187,8 @@ def _read_record(path):
         raise Refused(f'{path / RECORD} was changed after it was saved; save the base again')
     return record
 
-def _restore_weights(path): # the tree of arrays, on the default device
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def _restore_weights(path, split): # the tree of arrays, on the default device, or on the host for others to share
+    here = split.at() if split.mesh is None else jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
     target = lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -170,17 +201,20 @@ def restore_base(
     path:str|Path, # a directory from `save_base`
     dtype:str|None=None, # None for the one it was saved with
     name:str|None=None, # what requests call it; None for the name it was saved with
+    split:Split=Split(), # the devices that share it
 ) -> Base:
     "The base that `save_base` kept."
     path = Path(path).absolute()
     record = _read_record(path)
     if dtype not in (None, record['dtype']):
         raise Refused(f'{path} holds {record["dtype"]} weights; leave dtype out, or save the base again as {dtype}')
-    weights, config = _restore_weights(path / 'weights'), _config(record['config'])
+    config = _config(record['config'])
+    share(config, split.n)
+    weights = _restore_weights(path / 'weights', split)
     if _array_hashes(weights) != record['arrays']:
         raise Refused(f'{path / "weights"} was changed after it was saved; save the base again')
-    tokenizer = _tokenizer(record['tokenizer'])
-    return Base(name or record['name'], config, Decoder(config, weights), tokenizer, record['fingerprint'])
+    decoder = Decoder(config, weights) if split.mesh is None else _divided(config, weights, split)
+    return Base(name or record['name'], config, decoder, _tokenizer(record['tokenizer']), record['fingerprint'], split)
 
 # %% ../nbs/09f_base.ipynb #9c6081ce
 def byte_tokenizer() -> Tokenizer:

@@ -64,7 +64,7 @@ def blended_losses(
     rows = batch_rows(sum(map(list, held_out), []), [1] * sum(map(len, held_out)))
     task = np.repeat(np.arange(len(held_out)), list(map(len, held_out)))
     groups = working_set(adapters, base.config, base.dtype)
-    return lambda w: _blended(*nnx.split(base.decoder), rows, task, groups, w, len(held_out))
+    return lambda w: _blended(*nnx.split(base.whole), rows, task, groups, w, len(held_out))
 
 # %% ../nbs/17b_coefficients.ipynb #3bd662f5
 @dataclass(frozen=True)

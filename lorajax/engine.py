@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import jax, numpy as np
+from jax.sharding import Mesh
 from .adapters import Adapter, check_name, invoked_at
 from .arena import Arena, Residents, compose
-from .base import Base
+from .base import Base, divided
 from .constraints import Constraint
 from .core import Refused, Sampling, check_token_ids, choices, quoted
 from .images import RANK_BLOCK, pieces_of
@@ -41,7 +42,8 @@ class Config:
     chunks: tuple[tuple[int, int], ...] = ((1, 64), (1, 256)) # [P, S]: prompts, and tokens of each, that a step may read
     max_len: int = 2048 # positions of a sequence, at most the base's
     block: int = 16 # positions in a page; rounded up to what whole tiles take
-    memory: int|None = None # bytes of the arena; None for `default_memory`
+    mesh: int|Mesh|None = None # devices that share the base, as for `split_over`; None for those that it was loaded on
+    memory: int|None = None # bytes of the arena, on each device; None for `default_memory`
     store_memory: int|None = None # bytes of page-locked host memory for adapters; None for `default_budget`
     folder: str|Path|None = None # where adapters are kept; None for a temporary one
     overtakes: int = 16 # see `Limits`
@@ -318,14 +320,15 @@ class Engine:
         progress:Callable=lambda shapes: shapes, # wraps the iteration over the programs to compile, for a progress bar
     ):
         check_backend(config.backend)
+        base = divided(base, config.mesh)
         self.base, self.config, self.names, self.failed = base, config, Names(), None
         layout, max_len = page_layout(base, config.block), min(config.max_len, base.config.max_len)
         n_pages = (default_memory() if config.memory is None else config.memory) // layout.nbytes
         if n_pages < 3:
             raise Refused(f'memory={config.memory}; a page of {base.name!r} has {layout.nbytes} bytes; give at least three')
         self._temporary = None if config.folder else tempfile.TemporaryDirectory(prefix='lorajax-')
-        self.store = Store(ImageFolder(config.folder or self._temporary.name, layout), config.store_memory)
-        self.residents = Residents(self.store, Arena(layout, n_pages))
+        self.store = Store(ImageFolder(config.folder or self._temporary.name, layout), config.store_memory, base.split)
+        self.residents = Residents(self.store, Arena(layout, n_pages, base.split))
         self.kv = KV(self.residents.pages, layout.block, left=self.residents.forget)
         most = config.rows + max(p * s for p,s in config.chunks)
         limits = Limits(config.rows, config.chunks, most, config.slots, max_len, config.overtakes)
@@ -540,7 +543,7 @@ def _adopt(engine, version, name):
 
 def _check_image(engine, name, known): # known: what the store says of a version
     _check_fits(engine, f'adapter {name!r}', [known.pieces])
-    if (size := known.n_pages * engine.store.folder.layout.nbytes) > engine.store.budget:
+    if (size := known.n_pages * engine.store.folder.layout.all_nbytes) > engine.store.budget:
         raise Refused(f'adapter {name!r} takes {size} bytes and the store has {engine.store.budget}; '
                       'make an engine with a larger store_memory')
 

@@ -58,7 +58,7 @@ def token_stream(
     width = -(-_round_up(longest + steps, 128) // layout.block)
     words = jnp.zeros((1 + rows * width, layout.words), layout.word)
     room = Room(max(len(s.logit_bias) for s in sampling), any(map(penalises, sampling)) * (longest + steps))
-    (graph, weights), backend = nnx.split(base.decoder), asked_for(backend)
+    (graph, weights), backend = nnx.split(base.whole), asked_for(backend)
     texts, n_slots = [list(p) for p in prompts], {s: s for s in range(known)}
     routing = jnp.zeros((known, base.config.width), base.dtype)
     def row(i, start, end): # -> the row's tokens from start to end

@@ -6,7 +6,7 @@
 from __future__ import annotations
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 import ml_dtypes, numpy as np
 from .adapters import Adapter, LoraPair
@@ -25,9 +25,10 @@ TILE = RANK_BLOCK * CHANNELS
 @dataclass(frozen=True)
 class PageLayout:
     "How a page is cut, for one base."
-    config: ModelConfig
+    config: ModelConfig # of the base; of a device's share, where several have one
     block: int # tokens whose keys and values fill a page
     dtype: str = 'bfloat16' # of the numbers, one a word
+    devices: int = 1 # that share the base; each has its part of every page
 
     def __post_init__(self):
         if self.block < 1 or self.words % TILE:
@@ -39,13 +40,17 @@ class PageLayout:
         return TILE // math.gcd(TILE, token)
 
     @property
-    def words(self): return self.config.n_layers * 2 * self.block * self.config.kv_width # in a page
+    def words(self): return self.config.n_layers * 2 * self.block * self.config.kv_width # in a page, on one device
+    @property
+    def all_words(self): return self.words * self.devices # in a page, on all devices
     @property
     def word(self): return WORDS[self.dtype] # numpy dtype of a word
     @property
-    def tiles(self): return self.words // TILE # tiles in a page
+    def tiles(self): return self.words // TILE # tiles in a page, on one device
     @property
-    def nbytes(self): return self.words * self.word.itemsize # of a page
+    def nbytes(self): return self.words * self.word.itemsize # of a page, on one device
+    @property
+    def all_nbytes(self): return self.nbytes * self.devices # of a page, on all devices
 
 # %% ../nbs/05a_images.ipynb #deb8cc15
 def layout_of(
@@ -125,7 +130,7 @@ def numbers_per_word(
 @dataclass(frozen=True, eq=False)
 class Image:
     "An adapter's numbers as pages."
-    pages: np.ndarray # [n, words] of the layout's word
+    pages: np.ndarray # [n, all_words] of the layout's word, each device's words together
     scale: np.ndarray # [blocks, 8] float32 factor of each rank row, in the order of `pieces.starts`
     pieces: Pieces
     layout: PageLayout
@@ -154,6 +159,10 @@ def _piece(rows, per_word, word): # [8 or less, width] -> [tiles, 8, 64] of the 
     return np.ascontiguousarray(in_words).view(word)[..., 0]
 
 # %% ../nbs/05a_images.ipynb #3d52088c
+def _part(rows, width, device): # [R, in or out] -> [R, width]
+    "What a device has of rank rows."
+    return rows if rows.shape[1] == width else rows[:, device * width:(device + 1) * width]
+
 def image_of(
     adapter:Adapter,
     layout:PageLayout,
@@ -162,30 +171,33 @@ def image_of(
     "The adapter in the layout's pages."
     per_word = numbers_per_word(layout, dtype)
     pieces = pieces_of({p: m.rank for p,m in adapter.modules.items()}, layout.config, per_word)
-    pages = np.zeros((_ceil(pieces.tiles, layout.tiles), layout.words), layout.word)
+    own = np.zeros((layout.devices, _ceil(pieces.tiles, layout.tiles), layout.words), layout.word)
     scale = np.ones((len(pieces.starts), RANK_BLOCK), np.float32)
-    image = Image(pages, scale, pieces, layout, adapter.invocation, adapter.routing)
+    image = Image(own[0], scale, pieces, layout, adapter.invocation, adapter.routing)
     with np.errstate(over='ignore', invalid='ignore'):
         rows = {p: _rows(m, image.dtype) for p,m in adapter.modules.items()}
     for path, parts in rows.items():
         if not all(np.isfinite(x).all() for x in parts):
             raise Refused(f'adapter {adapter.name!r}: its weights at {path} overflow {image.dtype}; lower its scale')
-    tiles = pages.reshape(-1, RANK_BLOCK, CHANNELS)
-    for factor, ((path, block), starts) in zip(image.scale, pieces.starts.items()):
-        *ab, own = (x[block * RANK_BLOCK:(block + 1) * RANK_BLOCK] for x in rows[path])
-        factor[:len(own)] = own
-        for start, part in zip(starts, ab):
-            piece = _piece(part, per_word, layout.word)
-            tiles[start:start + len(piece)] = piece
-    return image
+    tiles, widths = own.reshape(layout.devices, -1, RANK_BLOCK, CHANNELS), dict(zip(dict(pieces.ranks), pieces.widths))
+    for factor, ((path, block), starts) in zip(scale, pieces.starts.items()):
+        *ab, steps = (x[block * RANK_BLOCK:(block + 1) * RANK_BLOCK] for x in rows[path])
+        factor[:len(steps)] = steps
+        for start, part, width in zip(starts, ab, widths[path]):
+            for device in range(layout.devices):
+                piece = _piece(_part(part, width, device), per_word, layout.word)
+                tiles[device, start:start + len(piece)] = piece
+    return replace(image, pages=own.swapaxes(0, 1).reshape(-1, layout.all_words))
 
 # %% ../nbs/05a_images.ipynb #ad77a819
 def rows_of(
     image:Image,
     path:str, # dotted path of a targeted module
+    device:int=0, # whose part
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # [R, in] and [R, out] of the image's dtype; [R] float32
     "One module's rank rows and their factors, read back; the slow way that says what is right."
-    pieces, tiles = image.pieces, image.pages.reshape(-1, RANK_BLOCK, CHANNELS)
+    pieces, words = image.pieces, image.layout.words
+    tiles = image.pages[:, device * words:(device + 1) * words].reshape(-1, RANK_BLOCK, CHANNELS)
     at = [p for p,_ in pieces.ranks].index(path)
     rank, widths = pieces.ranks[at][1], pieces.widths[at]
     blocks = [(path, block) for block in range(_ceil(rank, RANK_BLOCK))]

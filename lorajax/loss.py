@@ -61,7 +61,7 @@ def row_losses(
     routing:Array|None=None, # as for `target_losses`
 ) -> Array: # [N] float32; 0 for padding
     "What each target costs."
-    return _losses(*nnx.split(base.decoder), rows, groups, routing)
+    return _losses(*nnx.split(base.whole), rows, groups, routing)
 
 # %% ../nbs/16e_loss.ipynb #1bc6ae65
 def routing_table(

@@ -16,6 +16,7 @@ from .core import ModelConfig, module_shapes
 from .images import PageLayout
 from .kernels import PagedGroup, tiles_for
 from .ops import LoraGroup
+from .split import Split, put_weight, share
 from .working_set import GROUPS, layer_of
 
 # %% auto #0
@@ -25,12 +26,13 @@ __all__ = ['Linear', 'RMSNorm', 'rope_frequencies', 'rotate', 'Segment', 'split_
 # %% ../nbs/09_model.ipynb #d5928572
 class Linear(nnx.Module):
     "`x·Wᵀ + bias + term`, summed in float32 and rounded once to the activations' dtype."
-    def __init__(self, weight, bias=None): # [out, in]; [out]
-        self.weight = nnx.Param(weight)
+    def __init__(self, weight, bias=None, axis=None): # [out, in]; [out]; mesh axis along which the inputs are divided
+        self.weight, self.axis = nnx.Param(weight), axis
         self.bias = None if bias is None else nnx.Param(bias)
 
     def sum32(self, x, term=None): # [T, in], [T, out] float32 -> [T, out] float32
         y = ops.dot(x, self.weight[...])
+        if self.axis: y, term = jax.lax.psum(y if term is None else y + term, self.axis), None
         if self.bias is not None: y += self.bias[...][None].astype(jnp.float32)
         return y if term is None else y + term
 
@@ -116,10 +118,11 @@ class WholeRows:
 # %% ../nbs/09_model.ipynb #ddc5f3a7
 class Layer(nnx.Module):
     "Attention and a gated MLP, each on a normed copy of the residual stream."
-    def __init__(self, c:ModelConfig, w): # w: what each module is made of, by name, see `pack`
+    def __init__(self, c:ModelConfig, w, axis=None): # as for `Decoder`
         self.c, norm = c, lambda name: RMSNorm(**w[name], eps=c.rms_eps)
         self.attn_norm, self.mlp_norm = norm('attn_norm'), norm('mlp_norm')
-        self.qkv, self.o, self.gate_up, self.down = (Linear(**w[m]) for m in ('qkv', 'o', 'gate_up', 'down'))
+        self.qkv, self.gate_up = (Linear(**w[m]) for m in ('qkv', 'gate_up'))
+        self.o, self.down = (Linear(**w[m], axis=axis) for m in ('o', 'down'))
         if c.qk_norm: self.q_norm, self.k_norm = norm('q_norm'), norm('k_norm')
 
     def attention(self, x, attend, rope, lora): # [T, D] -> [T, D]
@@ -155,10 +158,14 @@ def _but_weights(operation, *_, **__): # whether a backward pass keeps its resul
 
 class Decoder(nnx.Module):
     "A Llama-family decoder: tokens in, states out, and logits of the states that are wanted."
-    def __init__(self, c:ModelConfig, w): # w: what each module is made of, by name, see `pack`
+    def __init__(self,
+        c:ModelConfig, # the model's shape; a device's share of it, where several have one
+        w:dict, # what each module is made of, by name, see `pack`
+        axis:str|None=None, # of the mesh of those devices
+    ):
         self.c = c
         self.embed = nnx.Param(w['embed'])
-        self.layers = Layer(c, w['layers'])
+        self.layers = Layer(c, w['layers'], axis)
         self.norm = RMSNorm(**w['norm'], eps=c.rms_eps)
         self.head = None if c.tied else Linear(**w['head'])
 
@@ -245,19 +252,21 @@ def pack(
     tensor:Callable[[str], np.ndarray], # from a canonical name to its array, asked once each
     dtype=jnp.bfloat16, # of weights and activations
     progress:Callable=lambda layers: layers, # wraps the iteration over layers, for a progress bar
-) -> Decoder:
-    "The decoder with these tensors, on the default device."
-    cast = lambda name: np.asarray(tensor(name)).astype(dtype)
-    whole = lambda name: jnp.asarray(cast(name))
+    split:Split=Split(), # the devices that share it
+) -> Decoder: # of one device's share; its weights are those of all devices
+    "The decoder with these tensors."
+    cast, own = lambda name: np.asarray(tensor(name)).astype(dtype), share(c, split.n)
+    whole = lambda name: put_weight(split, c, name, 'weight', cast(name))
     names, stacks, layers = _joined(c), {}, {}
     for i in progress(range(c.n_layers)):
         for key,parts in names.items():
             one = np.concatenate([cast(f'model.layers.{i}.{p}') for p in parts])
             stacks.setdefault(key, np.empty((c.n_layers, *one.shape), dtype))[i] = one
-    for module,part in names: layers.setdefault(module, {})[part] = jnp.asarray(stacks.pop((module, part)))
+    for module,part in names:
+        layers.setdefault(module, {})[part] = put_weight(split, c, module, part, stacks.pop((module, part)))
     w = dict(embed=whole('model.embed_tokens.weight'), norm=dict(weight=whole('model.norm.weight')), layers=layers)
     if not c.tied: w['head'] = dict(weight=whole('lm_head.weight'))
-    return Decoder(c, w)
+    return Decoder(own, w, split.axis)
 
 # %% ../nbs/09_model.ipynb #099985b5
 def random_tensors(c:ModelConfig, seed:int=0, scale:float=.3) -> dict[str, np.ndarray]: # canonical name -> float32

@@ -14,6 +14,7 @@ from .core import EMBEDDING, HEAD, LAYER_MODULES, ModelConfig, Refused, module_s
 from .images import CHANNELS, RANK_BLOCK, PageLayout, Pieces
 from .kernels import PagedGroup, mixed_slots
 from .ops import LoraGroup
+from .split import by_last, EVERYWHERE, WORDS, Split
 from .working_set import GROUPS
 
 # %% auto #0
@@ -191,11 +192,14 @@ class RowBuffers:
     def __init__(self,
         plan:dict[str, tuple[ModulePlan, ...]], # gives the sizes; later ones must have the same
         layout:PageLayout, # of the arena
+        split:Split=Split(), # the arena's devices
     ):
-        self.layout, device = layout, jax.devices()[0]
+        self.layout, self.split = layout, split
+        self.renew = split.each(renew, (WORDS, by_last(3), EVERYWHERE), by_last(3), donate=1)
         def zeros(at, n): # of n rank blocks
             L, _, tiles = at.shape
-            return jnp.zeros((L, n * RANK_BLOCK, tiles * CHANNELS), layout.dtype, device=device)
+            width = tiles * CHANNELS * split.n
+            return jnp.zeros((L, n * RANK_BLOCK, width), layout.dtype, device=split.at(by_last(3)))
         sizes = {g: [len(p.packed) for p in ps] for g,ps in plan.items()}
         self.held = {g: (zeros(ps[0].a, sum(sizes[g])), tuple(zeros(p.b, n) for p,n in zip(ps, sizes[g])))
                      for g,ps in plan.items()}
@@ -210,9 +214,9 @@ class RowBuffers:
             changed = np.array([i for i,(new, old) in enumerate(zip(p.blocks, blocks)) if new != old], np.int32)
             return p.a, p.b, p.packed, np.pad(changed, (0, len(blocks) - len(changed))), np.int32(len(changed))
         changed = {g: [todo(p, blocks) for p,blocks in zip(ps, self.blocks[g])] for g,ps in plan.items()}
-        self.held = renew(words, self.held, changed)
+        self.held = self.renew(words, self.held, changed)
         self.blocks = {g: [p.blocks for p in ps] for g,ps in plan.items()}
-        return {g: _group(g, *self.held[g], ps, self.layout.config) for g,ps in plan.items()}
+        return {g: _group(g, *self.held[g], ps, self.layout.config, self.split) for g,ps in plan.items()}
 
 def fetch_rows(
     words:Array, # [P, words], the arena's buffer
@@ -223,20 +227,25 @@ def fetch_rows(
     return RowBuffers(plan, layout).fetch(words, plan)
 
 # %% ../nbs/07a_rows.ipynb #e8cbeb7c
-def _cut(x, width): return x if x.shape[-1] == width else x[..., :width] # a whole slice would be a copy
+@lru_cache
+def _cutter(width, split): return split.each(lambda x: x[..., :width], by_last(3), by_last(3))
 
-def _group(group, a, bs, plans, config): # -> LoraGroup
+def _cut(x, width, split): # a whole slice would be a copy
+    return x if x.shape[-1] == width * split.n else _cutter(width, split)(x)
+
+def _group(group, a, bs, plans, config, split): # -> LoraGroup
     "One group for the decoder."
     widths = [module_shapes(config)[paths[0]] for paths in module_paths(config, group)]
-    a, bs = _cut(a, widths[0][0]), tuple(_cut(b, n_out) for b,(_,n_out) in zip(bs, widths))
+    a, bs = _cut(a, widths[0][0], split), tuple(_cut(b, n_out, split) for b,(_,n_out) in zip(bs, widths))
     scale, owner = np.concatenate([p.scale for p in plans], axis=1), np.concatenate([p.owner for p in plans])
     if group in OUTSIDE: a, bs, scale = a[0].T if group == 'embed' else a[0], (bs[0][0],), scale[0]
-    return LoraGroup(a, bs, *jax.device_put((scale, owner, tuple(p.rows for p in plans))))
+    return LoraGroup(a, bs, *split.put((scale, owner, tuple(p.rows for p in plans))))
 
 # %% ../nbs/07a_rows.ipynb #47e400ee
 def paged_groups(
     plan:dict[str, tuple[ModulePlan, ...]], # from `plan_rows`
     layout:PageLayout, # of the arena
+    split:Split=Split(), # its devices
 ) -> dict[str, PagedGroup]: # for the layers' groups; their buffer is a placeholder until the decoder puts its own in
     "The plan as kernels read it."
     shapes, nowhere = module_shapes(layout.config), np.zeros((1, RANK_BLOCK, CHANNELS), layout.word)
@@ -245,4 +254,4 @@ def paged_groups(
         mixed = tuple(mixed_slots(p.packed, p.first) for p in plans)
         widths = tuple(shapes[paths[0]][1] for paths in module_paths(layout.config, name))
         return PagedGroup(nowhere, of('a'), of('b'), of('scale'), of('packed'), mixed, of('first'), np.int32(0), widths)
-    return {name: jax.device_put(group(name, plans)) for name,plans in plan.items() if name in GROUPS}
+    return {name: split.put(group(name, plans)) for name,plans in plan.items() if name in GROUPS}

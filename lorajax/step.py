@@ -19,6 +19,7 @@ from .images import RANK_BLOCK, PageLayout, Pieces
 from .model import Paged, Segment
 from .ops import asked_for
 from .rows import OUTSIDE, RowBuffers, paged_groups, plan_rows
+from .split import EVERYWHERE, WORDS, share, specs_of
 from .sampler import Room, Sampled, SamplingRows, packed, penalises, sample, sampling_rows, score, unpacked
 
 # %% auto #0
@@ -51,8 +52,9 @@ def page_layout(
     block:int=16, # positions wanted in a page
 ) -> PageLayout: # with at least as many
     "How the arena of a base is cut."
-    least = PageLayout.step(base.config)
-    return PageLayout(base.config, -(-block // least) * least, str(base.dtype))
+    own = share(base.config, base.split.n)
+    least = PageLayout.step(own)
+    return PageLayout(own, -(-block // least) * least, str(base.dtype), base.split.n)
 
 # %% ../nbs/11_step.ipynb #44127db3
 @dataclass(frozen=True, order=True)
@@ -209,10 +211,11 @@ class Runner:
         self.paged = jax.default_backend() == 'gpu' if paged is None else paged
         self.width, self.room = -(-max_len // self.layout.block), Room(MAX_BIASES, max_len, -(-base.config.vocab_size // 32))
         self.graph, self.weights = nnx.split(base.decoder)
-        nobody = Running({None: 0}, {}, jnp.zeros((slots + 1, base.config.width), base.dtype), {})
+        self.copy_page = base.split.each(copy_page, (WORDS, EVERYWHERE, EVERYWHERE), WORDS, donate=0)
+        nobody = Running({None: 0}, {}, base.split.put(np.zeros((slots + 1, base.config.width), base.dtype)), {})
         self.buffers, self.running = {}, {0: nobody} # by the rank blocks of a shape
         for blocks in sorted({s.blocks for s in shapes} - {0}):
-            self.buffers[blocks] = RowBuffers(self._copied(self._plan([], blocks)), self.layout)
+            self.buffers[blocks] = RowBuffers(self._copied(self._plan([], blocks)), self.layout, base.split)
             self._fetch([], blocks)
         self.programs = _compiled(self, progress)
 
@@ -234,7 +237,7 @@ class Runner:
     def copy(self, source:int, target:int): # pages
         "Copies a page, before the next step."
         arena = self.residents.arena
-        arena.words = copy_page(arena.words, jnp.int32(source), jnp.int32(target))
+        arena.words = self.copy_page(arena.words, np.int32(source), np.int32(target))
 
     def _serving(self, versions, blocks): # -> Running
         "The rank rows of these versions, and perhaps of others."
@@ -257,13 +260,13 @@ class Runner:
         groups = self.buffers[blocks].fetch(self.residents.arena.words, self._copied(plan))
         cut = lambda g, x: tuple(r[:, :self.outside if g in OUTSIDE else self.most] for r in x.rows)
         groups = {g: replace(x, rows=cut(g, x)) for g,x in groups.items()}
-        if self.paged: groups |= paged_groups(plan, self.layout)
+        if self.paged: groups |= paged_groups(plan, self.layout, self.base.split)
         routing = np.zeros(self.running[0].routing.shape, self.base.dtype)
         for slot, version in enumerate(versions, 1):
             known = self.residents.known.get(version)
             if known and known.routing is not None: routing[slot] = known.routing
         slots = {None: 0} | {v: i for i,v in enumerate(versions, 1)}
-        self.running[blocks] = Running(slots, groups, jnp.asarray(routing), self._tables(versions))
+        self.running[blocks] = Running(slots, groups, self.base.split.put(routing), self._tables(versions))
         return self.running[blocks]
 
 # %% ../nbs/11_step.ipynb #c62f8d11
@@ -277,10 +280,15 @@ def _arrays(runner, shape, decode, prompts, slots): # -> segments, last, rules, 
     for to, row in zip(follow, prompts): to[:len(row.follow or ())] = row.follow or ()
     return segments, last, rules, generated, follow
 
+def _lowered(runner, shape): # its step
+    own, arrays = runner.running[shape.blocks], _arrays(runner, shape, (), (), {None: 0})
+    statics, split = (runner.graph, runner.layout, runner.backend), runner.base.split
+    args = runner.weights, runner.residents.arena.words, own.groups, own.routing, *arrays
+    if split.mesh is None: return step.lower(*args, *statics)
+    each = split.each(lambda *own: step(*own, *statics), specs_of(args), (EVERYWHERE, EVERYWHERE, WORDS), donate=1)
+    return each.lower(*args)
+
 def _compiled(runner, progress): # -> shape -> program
-    def one(shape):
-        own, arrays = runner.running[shape.blocks], _arrays(runner, shape, (), (), {None: 0})
-        words, statics = runner.residents.arena.words, (runner.graph, runner.layout, runner.backend)
-        return shape, step.lower(runner.weights, words, own.groups, own.routing, *arrays, *statics).compile()
+    def one(shape): return shape, _lowered(runner, shape).compile()
     runner.copy(0, 0)
     with ThreadPoolExecutor(2, 'compile') as pool: return dict(progress(pool.map(one, runner.shapes)))

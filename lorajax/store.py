@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from .adapters import Adapter
 from .core import Refused, quoted
 from .images import Image, PageLayout, Pieces, image_of, numbers_per_word, pieces_of
+from .split import WORDS, Split
 
 # %% auto #0
 __all__ = ['LARGEST_CHUNK', 'chunk_sizes', 'pinned', 'Known', 'read_header', 'ImageFolder', 'default_budget', 'Stored', 'Store']
@@ -35,12 +36,12 @@ def chunk_sizes(
 
 # %% ../nbs/06_store.ipynb #c7f64d33
 def pinned(
-    pages:np.ndarray, # [n, words]
+    pages:np.ndarray, # [n, all_words]
+    split:Split=Split(), # the devices that they are for
 ) -> tuple[Array, ...]: # chunks in page-locked host memory
-    "A copy of the pages, ready to be moved to the device."
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host')
+    "A copy of the pages, ready to be moved to the device; to each its own part."
     ends = np.cumsum(chunk_sizes(len(pages)))
-    return tuple(jax.device_put(chunk, place) for chunk in np.split(pages, ends[:-1]))
+    return tuple(split.put(chunk, WORDS, 'pinned_host') for chunk in np.split(pages, ends[:-1]))
 
 # %% ../nbs/06_store.ipynb #b8301dbd
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,8 @@ class Known:
 
 def _known(i:Image): return Known(i.pieces, i.scale, len(i.pages), i.invocation, i.routing)
 
-def _facts(layout): return dict(words=layout.words, dtype=layout.dtype)
+def _facts(layout):
+    return dict(words=layout.words, dtype=layout.dtype) | (dict(devices=layout.devices) if layout.devices > 1 else {})
 
 def read_header(path:Path, layout:PageLayout) -> Known:
     "What a version's file says about itself."
@@ -82,7 +84,7 @@ class ImageFolder:
 
     def file(self, version): return self.path / f'{version}.safetensors'
 
-    def nbytes(self, version:str) -> int: return self.known[version].n_pages * self.layout.nbytes
+    def nbytes(self, version:str) -> int: return self.known[version].n_pages * self.layout.all_nbytes
 
     def add(self, version:str, image:Image, lock=nullcontext()): # lock: held while the file gets its name
         facts = dict(ranks=dict(image.pieces.ranks), per_word=image.pieces.per_word, invocation=image.invocation,
@@ -99,7 +101,7 @@ class ImageFolder:
             unfinished.unlink(missing_ok=True)
             raise Refused(f'{self.file(version)} cannot be written ({e}); make room or choose another folder') from None
 
-    def read(self, version:str) -> np.ndarray: # [n, words]
+    def read(self, version:str) -> np.ndarray: # [n, all_words]
         try:
             with safe_open(self.file(version), framework='numpy') as f: return f.get_tensor('pages')
         except (SafetensorError, OSError) as e:
@@ -118,7 +120,7 @@ def default_budget() -> int: # bytes
 class Stored(NamedTuple):
     "A version in page-locked memory."
     known: Known
-    chunks: tuple[Array, ...] # together [n, words]
+    chunks: tuple[Array, ...] # together [n, all_words]
 
 # %% ../nbs/06_store.ipynb #39accf5f
 def _add(store, version, adapter, dtype):
@@ -131,7 +133,7 @@ def _add(store, version, adapter, dtype):
     if image.nbytes > store.budget:
         raise Refused(f'adapter {adapter.name!r} takes {image.nbytes} bytes and the store has {store.budget}; '
                       'give it a larger budget')
-    stored = Stored(_known(image), pinned(image.pages))
+    stored = Stored(_known(image), pinned(image.pages, store.split))
     with store.lock: store.reading.pop(version, None) # the failure of an earlier read
     store.folder.add(version, image, store.lock)
     with store.lock:
@@ -157,7 +159,7 @@ def _present(stored): # as a future
 # %% ../nbs/06_store.ipynb #635caa76
 def _read(store:Store, version:str, known:Known) -> Stored:
     "On the loader thread."
-    try: stored = Stored(known, pinned(_pages(store.folder, version, known)))
+    try: stored = Stored(known, pinned(_pages(store.folder, version, known), store.split))
     except BaseException as e:
         with store.lock:
             if version not in store.versions: store.folder.known.pop(version, None)
@@ -169,8 +171,8 @@ def _read(store:Store, version:str, known:Known) -> Stored:
         if version in store.folder.known: _keep(store, version, stored)
     return stored
 
-def _pages(folder, version, known): # [n, words]
-    pages, wanted = folder.read(version), (known.n_pages, folder.layout.words)
+def _pages(folder, version, known): # [n, all_words]
+    pages, wanted = folder.read(version), (known.n_pages, folder.layout.all_words)
     if (pages.shape, pages.dtype) == (wanted, folder.layout.word): return pages
     raise Refused(f'{folder.file(version)} is no longer the image that it was; load the adapter again')
 
@@ -185,15 +187,16 @@ class Store:
     def __init__(self,
         folder:ImageFolder,
         budget:int|None=None, # bytes of page-locked memory; None for `default_budget`
+        split:Split=Split(), # the devices that the pages are for
     ):
-        self.folder, self.budget = folder, default_budget() if budget is None else budget
+        self.folder, self.budget, self.split = folder, default_budget() if budget is None else budget, split
         self.versions: OrderedDict[str, Stored] = OrderedDict() # those in memory, least recently used first
         self.reading: dict[str, Future] = {} # those that are being read, or failed to be
         self.lock, self.loader = Lock(), ThreadPoolExecutor(1, 'adapter-loader')
 
     @property
     def nbytes(self): # page-locked, in use
-        return sum(s.known.n_pages for s in list(self.versions.values())) * self.folder.layout.nbytes
+        return sum(s.known.n_pages for s in list(self.versions.values())) * self.folder.layout.all_nbytes
 
     def add(self, version:str, adapter:Adapter, dtype:str|None=None): # dtype of its numbers: None for the layout's own
         "Keep an adapter under its identity, on disk and in memory; a known version stays as it is."

@@ -188,7 +188,7 @@ def gradient(
     remat:bool=False, # compute layers again in the backward pass: less memory, a third more work
 ) -> Gradient:
     "Losses and gradients of all adapters in the batch."
-    graph, weights = nnx.split(base.decoder)
+    graph, weights = nnx.split(base.whole)
     return _gradient(graph, weights, tuple(numbers), tuple(scales), rows, keys, rates, base.config, remat)
 
 # %% ../nbs/17_train.ipynb #613585d6

@@ -104,7 +104,8 @@ def router_of(settings:Settings, stack:ExitStack) -> SharedRouter|None:
 def images_of(settings:Settings, base:Base, stack:ExitStack) -> Path:
     "A directory for images that no other process uses: processes share the registry, and each has its own engine."
     for i in itertools.count():
-        folder = Path(settings.state) / f'images-{base.fingerprint[:12]}-{base.dtype}-{i}'
+        divided = f'-tp{base.split.n}' if base.split.n > 1 else ''
+        folder = Path(settings.state) / f'images-{base.fingerprint[:12]}-{base.dtype}{divided}-{i}'
         folder.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context(open(folder / '.lock', 'w'))
         try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +126,7 @@ def create_app(settings:Settings|None=None, progress:Callable=lambda shapes: sha
     @asynccontextmanager
     async def lifespan(app:Litestar):
         with ExitStack() as stack:
-            base = load_base(settings.model, settings.dtype or None)
+            base = load_base(settings.model, settings.dtype or None, mesh=settings.tp)
             engine = stack.enter_context(engine_of(settings, base, images_of(settings, base, stack), progress))
             registry = stack.enter_context(Registry(Path(settings.state) / 'registry.sqlite'))
             service = Service(settings, base, engine, registry, router_of(settings, stack), Signals())

@@ -37,7 +37,8 @@ def serve(
     slots:Annotated[int|None, opt('Different adapters among them.', D.slots)]=None,
     max_rank:Annotated[int|None, opt('Largest rank of an adapter.', D.max_rank)]=None,
     max_len:Annotated[int|None, opt('Positions of a sequence.', D.max_len)]=None,
-    memory:Annotated[int|None, opt('Bytes of device memory for keys, values and adapters.')]=None,
+    tp:Annotated[int|None, opt('Devices that share the base, each with a part of every layer.', D.tp)]=None,
+    memory:Annotated[int|None, opt('Bytes of memory for keys, values and adapters, on each device.')]=None,
     queue:Annotated[int|None, opt('Sequences that may wait before requests are turned away.', D.queue)]=None,
     api_keys:Annotated[str|None, opt('A JSON file of API keys; see serving/README.md.')]=None,
     strict:Annotated[bool|None, opt(
@@ -50,7 +51,7 @@ def serve(
     Every setting may also be given as an environment variable: LORAJAX_MODEL and so on; serving/README.md lists them all.
     """
     given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots,
-                 max_rank=max_rank, max_len=max_len, memory=memory, queue=queue, api_keys=api_keys, strict=strict, cache=cache)
+                 max_rank=max_rank, max_len=max_len, tp=tp, memory=memory, queue=queue, api_keys=api_keys, strict=strict, cache=cache)
     settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
     app.set_up_logs(log_level)

@@ -23,7 +23,8 @@ class Settings:
     max_rank: int = 64 # of an adapter
     outside: int = 0 # rank of an adapter on the embedding or on the head; 0 serves none of those
     max_len: int = 2048 # positions of a sequence
-    memory: int = 0 # bytes of the arena; 0 for the engine's default
+    tp: int = 1 # devices that share the base, each with a part of every layer
+    memory: int = 0 # bytes of the arena, on each device; 0 for the engine's default
     queue: int = 256 # sequences that may wait; more get 429
     timeout: float = 600. # seconds after which a request is given up, at most
     max_body: int = 2 << 20 # bytes of a request
@@ -54,7 +55,7 @@ def _read(name:str, kind:str, text:str):
 
 def check(s:Settings):
     "Refuses values that no server could run with, before anything is loaded."
-    for name, least in dict(rows=1, slots=1, max_rank=1, max_len=2, queue=0, outside=0, memory=0, max_body=1).items():
+    for name, least in dict(rows=1, slots=1, max_rank=1, max_len=2, queue=0, outside=0, tp=1, memory=0, max_body=1).items():
         if getattr(s, name) < least: raise Refused(f'{name}={getattr(s, name)}; it must be at least {least}')
     if not 0 <= s.cache <= 1: raise Refused(f'cache={s.cache}; it must be a similarity from 0 to 1, and 0 for none')
     if s.dtype and s.dtype not in DTYPES: raise Refused(f'dtype={quoted(s.dtype)}; choose one of {", ".join(DTYPES)}')

@@ -37,10 +37,12 @@ def needs_plugin():
         pytest.skip("JAX's CUDA plugin is not installed; make gpu-check installs it", allow_module_level=True)
 
 @cache
-def target(arch):
+def target_devices(n, arch='sm_90a'): # of one host
     name, _, facts = DEVICES[arch]
     config = f'gpu_device_info {{ name: "{name}" {COMMON}{facts} }}'
-    return topologies.get_topology_desc(platform='cuda', topology='1x1x1', target_config=config).devices[0]
+    return np.array(topologies.get_topology_desc(platform='cuda', topology=f'1x1x{n}', target_config=config).devices)
+
+def target(arch): return target_devices(1, arch)[0]
 
 @contextmanager
 def as_gpu(arch='sm_90a'):
