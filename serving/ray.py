@@ -323,6 +323,7 @@ def application(settings:Settings) -> serve.Application:
 def start_ray(settings:Settings):
     "The cluster at RAY_ADDRESS, or one of this machine's own, without dashboard and reports to its makers."
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
+    if kept := jax.config.jax_compilation_cache_dir: os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', kept) # for replicas too
     if ray.is_initialized() or os.environ.get('RAY_ADDRESS'): return ray.init(ignore_reinit_error=True)
     cpus = max(os.cpu_count() or 1, settings.replicas, settings.most_replicas)
     ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20)

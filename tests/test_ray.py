@@ -12,7 +12,15 @@ pytest.importorskip('ray')
 ROOT = Path(__file__).parents[1]
 NAMES = [f'a{i:02}' for i in range(24)]
 PROMPTS = ['hello', 'what now', 'abc']
-HELD = 8 # adapters that a replica has room for
+MEMORY = 226 << 12 # pages of 4096 bytes, 14 an adapter: half of them hold 8 adapters
+
+# One engine, so that the others find its programs in the cache.
+COMPILED = """
+from contextlib import ExitStack
+from serving.app import fleet_of
+from serving.settings import from_environment
+with ExitStack() as stack: fleet_of(from_environment(), iter, stack)
+"""
 
 # A second ingress before the same engines, which asks for any of them.
 ANYWHERE = """
@@ -30,8 +38,8 @@ class Cluster:
     def __init__(self, folder:Path, **settings):
         self.temp = tempfile.TemporaryDirectory(prefix='ray-', dir='/tmp') # sockets have short paths
         self.server = served.ServerProcess(folder / 'log', '--ray', **settings)
-        self.server.env |= dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT), JAX_COMPILATION_CACHE_DIR=str(folder / 'programs'),
-                                JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+        self.server.env |= dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+        self.server.env.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder / 'programs'))
         self.url = self.server.url
 
     def run(self, program):
@@ -48,6 +56,7 @@ class Cluster:
         return sum(float(line.split()[-1]) for line in lines if line.split('{')[0].split()[0] == name)
 
     def __enter__(self):
+        self.run(COMPILED)
         self.server.start(wait=300)
         return self
 
@@ -65,7 +74,7 @@ def said(files): return served.expected(files, NAMES, PROMPTS)
 def cluster(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp('cluster')
     with RedisServer(folder) as redis:
-        with Cluster(folder, **files, redis=redis.url, replicas=3, memory=1 << 20) as c:
+        with Cluster(folder, **files, redis=redis.url, replicas=3, max_rank=8, memory=MEMORY) as c:
             c.run(ANYWHERE)
             yield c
 
@@ -95,12 +104,12 @@ def test_requests_go_where_their_adapter_is(cluster, said):
 def test_what_changes_at_run_time_is_served_by_all(cluster, said):
     post = lambda path, **body: httpx.post(f'{cluster.url}/v1/{path}', json=body, timeout=60)
     assert post('load_lora_adapter', lora_name='late', lora_path='a05').status_code == 200
-    assert post('lorajax/compositions', name='half', weights=dict(a01=.5, a02=.5)).status_code == 200
+    assert post('lorajax/compositions', name='half', weights=dict(a01=.5)).status_code == 200
     time.sleep(1.5) # in which the second ingress takes note
     seen = {complete(f'{cluster.url}/anywhere', 'late', 'hello', False) for _ in range(24)} # each replica answers some
     assert seen == {said['a05', 'hello']}
     halves = {complete(f'{cluster.url}/anywhere', 'half', 'hello', i % 2 == 0) for i in range(24)}
-    assert len(halves) == 1 and halves & {said[n, 'hello'] for n in ('a01', 'a02')} == set()
+    assert len(halves) == 1 and halves != {said['a01', 'hello']}
     wrong = post('load_lora_adapter', lora_name='wrong', lora_path='/etc')
     assert wrong.status_code == 400 and 'no adapter directory' in wrong.text
     assert post('unload_lora_adapter', lora_name='late').status_code == 200
