@@ -1,15 +1,15 @@
 """Replicas on Ray Serve. `lorajax serve --ray` and `serve run serving.ray:app` start them.
 
 The ingress is the plain server with its keys, limits, router and audit log; its engines are replicas of another deployment.
-An ingress that is an engine too would have to be chosen before anybody has read the request: here a request's version is known
-before its replica is chosen, for `auto` and in rollouts too, so Serve's multiplexing sends it to an engine that has it.
+If each replica were an ingress too, a proxy would choose one before anybody has read the request. Here a request's version is
+known before its replica is chosen, for `auto` and in rollouts too, and Serve's multiplexing sends it to an engine that has it.
 """
 from __future__ import annotations
 import asyncio, logging, os, signal, sys, time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 import jax, ray
@@ -19,131 +19,23 @@ from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableE
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from lorajax.base import Base
 from lorajax.core import Refused
-from lorajax.engine import Config, Engine, Event, Stats, Stream
+from lorajax.engine import Event, Stats
 from lorajax.kv import Hits
-from lorajax.registry import Manifest, Registry
-from .app import create_app, fleet_of, router_of, set_up_logs
+from lorajax.registry import Registry
+from .app import create_app, router_of, set_up_logs
 from .errors import ApiError
 from .fleet import Fleet
-from .service import Ask, Service, failed, submitted
+from .replica import EngineFailed, EngineReplica, Piece, Report
+from .service import Ask, Service, failed
 from .settings import Settings, check, from_environment
 from .signals import Signals
-from .watch import every, on_compilation
 
 log = logging.getLogger('lorajax.serving')
 APP, INGRESS, ENGINE = 'lorajax', 'Ingress', 'Engine' # as Serve calls them
 
-class EngineFailed(Exception): "An engine that Serve will replace."
-
 GONE = (RayActorError, ObjectLostError, ReplicaUnavailableError, EngineFailed) # a replica, with what it was doing
-
-@dataclass(frozen=True)
-class Facts:
-    "What an engine's service has to know of it."
-    base: Base # without its weights
-    config: Config
-
-@dataclass(frozen=True)
-class Piece:
-    "What is new of an answer: of one in one piece all, else what has come since the last."
-    events: tuple[Event, ...] = ()
-    tokens: int = 0 # of the prompt
-    cached: int = 0 # of these, found in the prefix cache
-    seconds: float = 0. # between the first token and the last, of an answer in one piece
-    refused: str = '' # why there is no answer
-    lost: bool = False # whether for want of the adapter
-
-@dataclass(frozen=True)
-class Report:
-    "A replica at one moment."
-    replica: str
-    stats: Stats
-    swaps: tuple[float, ...] # seconds each, since the last report
-    compiled: int # programs, since then
-
-# ---- an engine's process
-
-async def batches(stream:Stream) -> AsyncIterator[list[Event]]:
-    "The events of a stream, in each list all that are there: an item costs Ray the same, whatever it holds."
-    news, loop = asyncio.Queue(), asyncio.get_running_loop()
-    left = stream.listen(lambda e: loop.call_soon_threadsafe(news.put_nowait, e))
-    while left:
-        events = [await news.get()]
-        while not news.empty(): events.append(news.get_nowait())
-        left -= sum(e.finish is not None for e in events)
-        yield events
-
-def room(engine:Engine) -> int:
-    "Adapters that stay on the device: those that half of its pages hold, and no fewer than may run at the same time."
-    largest = max((k.n_pages for k in engine.store.folder.known.values()), default=engine.residents.pages.capacity)
-    return max(engine.config.slots, engine.residents.pages.capacity // 2 // largest)
-
-class EngineReplica:
-    "An engine with everything that the registry names."
-    async def __init__(self, settings:Settings):
-        set_up_logs()
-        self.stack, self.compiled = ExitStack(), 0
-        self.fleet = await asyncio.to_thread(fleet_of, settings, lambda shapes: shapes, self.stack)
-        self.engine = self.fleet.engine
-        await self.fleet.start()
-        on_compilation(self._compiled)
-        self.following = asyncio.create_task(every(1., Fleet.keep_up, self.fleet))
-        @serve.multiplexed(max_num_models_per_replica=room(self.engine))
-        async def hot(version): return version # the engine itself decides what is on the device
-        self.hot = hot
-
-    def facts(self) -> Facts: return Facts(replace(self.fleet.base, decoder=None), self.engine.config)
-
-    async def report(self) -> Report:
-        stats, (compiled, self.compiled) = await asyncio.to_thread(self.engine.stats), (self.compiled, 0)
-        me = serve.get_replica_context().replica_id.unique_id
-        return Report(me, stats, tuple(self.engine.residents.swap_seconds()), compiled)
-
-    def _compiled(self): self.compiled += 1
-
-    def check_health(self):
-        "Serve asks this, and replaces a replica that fails it."
-        if self.engine.failed: raise EngineFailed(self.engine.failed)
-
-    async def _submit(self, ask, version, limit) -> Stream:
-        if id := serve.get_multiplexed_model_id(): await self.hot(id)
-        if version and version not in self.fleet.loaded: await self.fleet.follow()
-        return await submitted(self.engine, ask, version, limit)
-
-    async def answer(self, ask:Ask, version:str|None, limit:float) -> AsyncIterator[Piece]:
-        "An answer, as its tokens come or in one piece."
-        try: stream = await self._submit(ask, version, limit)
-        except Refused as e:
-            self.check_health()
-            yield Piece(refused=str(e), lost=version is not None and self.fleet.lost(version))
-            return
-        try:
-            got, first = [], None
-            async for events in batches(stream):
-                first = first or time.monotonic()
-                if ask.stream: yield Piece(tuple(events), len(stream.prompt), stream.cached)
-                else: got += events
-            if ask.stream: return
-            self.check_health()
-            yield Piece(tuple(got), len(stream.prompt), stream.cached, time.monotonic() - first)
-        finally: stream.cancel()
-
-    async def follow(self) -> dict[str, str]: # version -> why it can't be served
-        "Takes note of what the registry has now."
-        await self.fleet.follow()
-        return self.fleet.broken
-
-    async def read(self, name:str, folder:str, dtype:str|None) -> tuple[str, Manifest|None]:
-        "Puts an adapter into this engine, before the registry has it."
-        return await self.fleet.take(name, Path(folder), dtype)
-
-    async def compose(self, weights:dict[str, float]) -> str: # version -> weight
-        await self.fleet.follow()
-        async with self.fleet.changes: return await self.fleet.in_thread(self.fleet._compose, weights)
-
-    def __del__(self): self.stack.close() # after Serve has let the requests end
-
-# ---- the ingress's process
+STOPPED = 'the replica that gave it has stopped; ask again'
+MOST = 8 # times that a request is sent again, which may itself be what stops its replicas
 
 class Remote:
     "The events of an answer that another process gives."
@@ -165,7 +57,7 @@ class Remote:
                 piece = await anext(self.rest)
         except GONE as e:
             log.warning('an answer broke off: %s', type(e).__name__)
-            for i in sorted(self.left): yield Event(i, finish='error', error='the replica that gave it has stopped; ask again')
+            for i in sorted(self.left): yield Event(i, finish='error', error=STOPPED)
             self.left.clear()
 
 def total(reports:list[Report], ever:list[Report]) -> Stats: # ever: the last report of each that there was
@@ -206,12 +98,12 @@ class Engines:
 
     async def ask(self, ask:Ask, version:str|None, limit:float) -> Remote: # limit: seconds
         "An answer's beginning. As long as nothing of it has come, it is asked for again when its replica goes."
-        end, pause = time.monotonic() + limit, .05
+        end, tries = time.monotonic() + limit, 0
         to = self.handle.options(method_name='answer', stream=True, multiplexed_model_id=self.affinity and version or '')
         while True:
             response = to.remote(ask, version, end - time.monotonic())
             try: first = await asyncio.wait_for(anext(response), end - time.monotonic())
-            except GONE as e: log.warning('request %s is sent again: %s', ask.id, type(e).__name__)
+            except GONE as e: tries = self._again(ask, e, tries)
             except DeploymentUnavailableError:
                 raise ApiError(503, 'Ray Serve could not deploy an engine; see what its log says', 'engine_failed') from None
             except TimeoutError:
@@ -221,8 +113,12 @@ class Engines:
                 response.cancel()
                 raise
             else: return self._begun(ask, version, first, response)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 2.)
+            await asyncio.sleep(min(.05 * 2 ** tries, 2.))
+
+    def _again(self, ask, e, tries):
+        if tries == MOST: raise failed(Event(0, finish='error', error=STOPPED)) from e
+        log.warning('request %s is sent again: %s', ask.id, type(e).__name__)
+        return tries + 1
 
     def _begun(self, ask, version, first, response):
         (self.lost.add if first.lost else self.lost.discard)(version)
@@ -295,15 +191,17 @@ class Ingress:
 
     def __serve_build_asgi_app__(self):
         app = create_app(self.settings, made=self.made)
-        if os.environ.get('RAY_SERVE_ENABLE_HA_PROXY') == '1': app.state.api_keys.has_admin = True # all seem to be local there
+        if os.environ.get('RAY_SERVE_ENABLE_HA_PROXY') == '1': app.state.api_keys.has_admin = True # behind it all seem local
         return app
-
-# ---- both
 
 QUIET = dict(enable_access_log=False) # the app has its own
 
-def ingress(settings:Settings, engines, affinity:bool=True) -> serve.Application: # affinity: False for any engine, to compare
-    "The app before engines: those of this application, or a handle to another's."
+def ingress(
+    settings:Settings,
+    engines, # of this application, or a handle to another's
+    affinity:bool=True, # False: any engine, whatever it has
+) -> serve.Application:
+    "The app before its engines."
     options = dict(max_ongoing_requests=10_000, ray_actor_options=dict(num_cpus=0), logging_config=QUIET,
                    graceful_shutdown_timeout_s=40.)
     return serve.deployment(Ingress, name=INGRESS).options(**options).bind(settings, engines, affinity)
@@ -317,13 +215,14 @@ def application(settings:Settings) -> serve.Application:
         scale = dict(autoscaling_config=dict(min_replicas=settings.replicas, max_replicas=settings.most_replicas,
                                              target_ongoing_requests=settings.rows))
     options = dict(max_ongoing_requests=4 * settings.rows, ray_actor_options=dict(num_cpus=1, num_gpus=gpus),
-                   logging_config=QUIET, health_check_period_s=5., graceful_shutdown_timeout_s=30.)
+                   logging_config=QUIET, health_check_period_s=1., graceful_shutdown_timeout_s=30.)
     return ingress(settings, serve.deployment(EngineReplica, name=ENGINE).options(**scale, **options).bind(settings))
 
 def start_ray(settings:Settings):
     "The cluster at RAY_ADDRESS, or one of this machine's own, without dashboard and reports to its makers."
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-    if kept := jax.config.jax_compilation_cache_dir: os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', kept) # for replicas too
+    programs = jax.config.jax_compilation_cache_dir
+    if programs: os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', programs) # for replicas too
     if ray.is_initialized() or os.environ.get('RAY_ADDRESS'): return ray.init(ignore_reinit_error=True)
     cpus = max(os.cpu_count() or 1, settings.replicas, settings.most_replicas)
     ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20)
@@ -337,7 +236,7 @@ def run(settings:Settings, host:str, port:int):
         serve.run(application(settings), name=APP, route_prefix='/')
         print(f'lorajax: http://{host}:{port} answers, with {settings.replicas} replicas (Ctrl-C stops)', file=sys.stderr)
         while True: time.sleep(3600)
-    except KeyboardInterrupt: pass
+    except KeyboardInterrupt: serve.delete(APP) # what runs may end; a shutdown closes its connections
     finally:
         serve.shutdown()
         ray.shutdown()

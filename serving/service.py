@@ -133,7 +133,8 @@ class Service:
 
     # What a service whose engines are elsewhere does in another way: see ray.py.
 
-    def submit(self, ask:Ask, version:str|None, limit:float) -> Awaitable[Stream]: return submitted(self.engine, ask, version, limit)
+    def submit(self, ask:Ask, version:str|None, limit:float) -> Awaitable[Stream]: # limit: seconds
+        return submitted(self.engine, ask, version, limit)
     def began(self, stream:Stream) -> float: # by the monotonic clock
         "When the first token came of a stream that gives it now."
         return time.monotonic()

@@ -114,7 +114,8 @@ def test_the_readme_has_every_setting():
 
 KUBE = list(yaml.safe_load_all((DEPLOY / 'kuberay.yaml').read_text('utf-8')))
 RAY = KUBE[0]['spec']
-PODS = [RAY['rayClusterConfig']['headGroupSpec']['template'], *(g['template'] for g in RAY['rayClusterConfig']['workerGroupSpecs'])]
+GROUPS = [RAY['rayClusterConfig']['headGroupSpec'], *RAY['rayClusterConfig']['workerGroupSpecs']]
+PODS = [g['template'] for g in GROUPS]
 
 def test_ray_serve_reads_its_part_and_finds_the_app():
     schema = pytest.importorskip('ray.serve.schema')
@@ -140,7 +141,8 @@ def test_pods_are_given_real_settings_and_no_secret():
         [container] = pod['spec']['containers']
         values = {e['name']: e.get('value') for e in container['env']}
         assert values.pop('LORAJAX_ADMIN_KEY') is None and values['RAY_USAGE_STATS_ENABLED'] == '0'
-        made = settings.from_environment({k: v for k,v in values.items() if k.startswith('LORAJAX_')} | container_environment())
+        ours = {k: v for k,v in values.items() if k.startswith('LORAJAX_')}
+        made = settings.from_environment(ours | container_environment())
         assert made.state in [m['mountPath'] for m in container['volumeMounts']]
         [redis] = [d for d in KUBE if d['kind'] == 'Service']
         assert made.redis == f"redis://{redis['metadata']['name']}:{redis['spec']['ports'][0]['port']}"

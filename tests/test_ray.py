@@ -1,4 +1,4 @@
-"""Three replicas on a local Ray cluster, as an operator starts them: affinity, changes at run time, a replica that is killed."""
+"""Three replicas on a local Ray cluster, as an operator starts them: affinity, changes at run time, one of them killed."""
 import json, os, random, signal, subprocess, sys, tempfile, threading, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,8 @@ class Cluster:
     def __init__(self, folder:Path, **settings):
         self.temp = tempfile.TemporaryDirectory(prefix='ray-', dir='/tmp') # sockets have short paths
         self.server = served.ServerProcess(folder / 'log', '--ray', **settings)
-        self.server.env |= dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+        self.server.env |= dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT),
+                                JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
         self.server.env.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder / 'programs'))
         self.url = self.server.url
 
@@ -150,18 +151,33 @@ def test_a_replica_that_dies_loses_nothing_whole(cluster, said):
     assert len(broken) < len(ends)
 
 def test_it_stops_cleanly(cluster):
+    "What runs may end first; nothing stays behind."
     log = cluster.server.log.read_text()
     assert 'hello' not in log.replace('/hello', ''), 'prompts stay out of the log'
     family = psutil.Process(cluster.server.process.pid).children(recursive=True)
-    assert cluster.server.stop() in (0, -signal.SIGTERM, signal.SIGTERM)
+    body = dict(model='a01', prompt='hello', max_tokens=200, ignore_eos=True, stream=True)
+    with httpx.stream('POST', f'{cluster.url}/v1/completions', json=body, timeout=60) as r:
+        lines = (line for line in r.iter_lines() if line)
+        next(lines)
+        cluster.server.process.send_signal(signal.SIGTERM)
+        assert list(lines)[-1] == 'data: [DONE]'
+    assert cluster.server.process.wait(timeout=60) == 0
     gone, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+@pytest.mark.slow
+def test_engines_come_while_requests_wait(files, said, tmp_path):
+    "One engine, and a second one when more run than it has rows for."
+    with Cluster(tmp_path, **files | dict(state=tmp_path / 'state'), most_replicas=2, max_rank=8, memory=MEMORY) as c:
+        assert len(c.engines()) == 1
+        end = time.monotonic() + 240
+        while len(c.engines()) == 1: assert time.monotonic() < end; asked(c.url, said, 60)
+        asked(c.url, said, 60)
 
 def test_without_ray_one_sentence_says_what_to_install(tmp_path):
     (tmp_path / 'ray.py').write_text('raise ModuleNotFoundError("No module named \'ray\'", name="ray")')
     env = os.environ | dict(PYTHONPATH=f'{tmp_path}:{ROOT}', LORAJAX_ADAPTERS=str(ROOT / 'examples/adapters'))
-    serve = lambda *flags: subprocess.run([sys.executable, '-c', 'from lorajax.cli import main; main()', 'serve', *flags, '--port', str(served.free_port())],
-                                          env=env, capture_output=True, text=True, cwd=ROOT)
-    done = serve('--ray')
-    assert done.returncode and done.stderr.strip().splitlines()[-1].endswith("this needs ray; install it with: pip install 'lorajax[ray]'")
-    assert 'add --ray' in serve('--replicas', '3').stderr
+    command = [sys.executable, '-c', 'from lorajax.cli import main; main()', 'serve', '--port', str(served.free_port())]
+    def said(*flags): return subprocess.run([*command, *flags], env=env, capture_output=True, text=True, cwd=ROOT).stderr
+    assert said('--ray').strip() == "lorajax: this needs ray; install it with: pip install 'lorajax[ray]'"
+    assert said('--replicas', '3').strip() == 'lorajax: replicas=3, most_replicas=0; for more than one add --ray'
