@@ -1,8 +1,8 @@
 """The Litestar app. `lorajax serve` and `litestar --app serving.app:app run` start it."""
 from __future__ import annotations
 import fcntl, itertools, json, logging, re, secrets, sys, time
-from collections.abc import Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from litestar import Litestar, Request, Response, get
 from litestar.datastructures import State
@@ -19,6 +19,7 @@ from lorajax.router import Router
 from lorajax.shared_state import SharedMemory, SharedRouter
 from . import admin_routes as admin, openai_routes as openai
 from .errors import ApiError, StrictRequest, answer
+from .fleet import Fleet
 from .guards import Keys, Limits, read_keys
 from .semantic_cache import SemanticCache
 from .service import Service
@@ -118,22 +119,35 @@ def engine_of(settings:Settings, base:Base, folder:Path, progress:Callable) -> E
                     max_len=settings.max_len, memory=settings.memory or None, folder=folder)
     return Engine(base, config, progress)
 
-def create_app(settings:Settings|None=None, progress:Callable=lambda shapes: shapes) -> Litestar:
-    "An app that makes its engine when it starts and closes it when it stops."
+def fleet_of(settings:Settings, progress:Callable, stack:ExitStack) -> Fleet:
+    "An engine of this process, and a registry that others may share."
+    base = load_base(settings.model, settings.dtype or None, mesh=settings.tp)
+    engine = stack.enter_context(engine_of(settings, base, images_of(settings, base, stack), progress))
+    return Fleet(settings, base, engine, stack.enter_context(Registry(Path(settings.state) / 'registry.sqlite')))
+
+@asynccontextmanager
+async def alone(settings:Settings, progress:Callable) -> AsyncIterator[Service]:
+    "A service with an engine of its own."
+    with ExitStack() as stack:
+        fleet = fleet_of(settings, progress, stack)
+        yield Service(settings, fleet.base, fleet.engine, fleet, router_of(settings, stack), Signals())
+
+def create_app(
+    settings:Settings|None=None, # None: those of the environment
+    progress:Callable=lambda shapes: shapes, # wraps the iteration over the programs to compile
+    made:Callable[[Settings, Callable], AbstractAsyncContextManager[Service]]=alone,
+) -> Litestar:
+    "An app that makes its service when it starts and closes it when it stops."
     check(settings := settings or from_environment())
     keys = Keys(read_keys(settings.api_keys) if settings.api_keys else [], settings.admin_key)
 
     @asynccontextmanager
     async def lifespan(app:Litestar):
-        with ExitStack() as stack:
-            base = load_base(settings.model, settings.dtype or None, mesh=settings.tp)
-            engine = stack.enter_context(engine_of(settings, base, images_of(settings, base, stack), progress))
-            registry = stack.enter_context(Registry(Path(settings.state) / 'registry.sqlite'))
-            service = Service(settings, base, engine, registry, router_of(settings, stack), Signals())
+        async with made(settings, progress) as service:
             app.state.service, app.state.limits = service, Limits(settings.redis)
             app.state.cache = SemanticCache(settings.cache, settings.cache_ttl) if settings.cache else None
             async with serving(service):
-                log.info('ready: %s with %d adapters', base.name, len(service.fleet.current.names))
+                log.info('ready: %s with %d adapters', service.base.name, len(service.fleet.current.names))
                 yield
             await app.state.limits.close()
 

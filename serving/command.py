@@ -44,6 +44,9 @@ def serve(
     strict:Annotated[bool|None, opt(
         'An adapter that cannot be served is an error; otherwise the base answers and says so.', flag='--strict')]=None,
     cache:Annotated[float|None, opt('Least similarity of prompts that get one answer, such as 0.97; 0 for none.', D.cache)]=None,
+    ray:Annotated[bool, opt('Engines as replicas on Ray Serve: at RAY_ADDRESS, or on this machine.', flag='--ray')]=False,
+    replicas:Annotated[int|None, opt('Engines; more than one needs --ray.', D.replicas)]=None,
+    most_replicas:Annotated[int|None, opt('Engines that Ray may come to run while requests wait.')]=None,
     log_level:Annotated[str, opt('Of the log on standard error.', 'info')]='info',
 ):
     """Serve a base and its adapters with the API of OpenAI.
@@ -51,11 +54,15 @@ def serve(
     Every setting may also be given as an environment variable: LORAJAX_MODEL and so on; serving/README.md lists them all.
     """
     given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots,
-                 max_rank=max_rank, max_len=max_len, tp=tp, memory=memory, queue=queue, api_keys=api_keys, strict=strict, cache=cache)
+                 max_rank=max_rank, max_len=max_len, tp=tp, memory=memory, queue=queue, api_keys=api_keys, strict=strict,
+                 cache=cache, replicas=replicas, most_replicas=most_replicas)
     settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
+    if not ray and max(settings.replicas, settings.most_replicas) > 1:
+        raise Refused(f'replicas={settings.replicas}, most_replicas={settings.most_replicas}; for more than one add --ray')
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
     app.set_up_logs(log_level)
     check_free(host, port)
+    if ray: return needs('serving.ray', 'ray').run(settings, host, port)
     err = Console(stderr=True)
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
     made = app.create_app(settings, bar)

@@ -67,6 +67,16 @@ class Fleet:
     def _check_manifest(self, manifest:Manifest|None, fingerprint:str):
         check_manifest(manifest, self.base.fingerprint, fingerprint, self.settings.trusted_keys)
 
+    async def take(self, name:str, folder:Path, dtype:str|None) -> tuple[str, Manifest|None]: # its version, and the manifest
+        "Puts an adapter into the engine; unless the registry comes to name it, it goes with the next change."
+        async with self.changes: return await self._take(name, folder, dtype)
+
+    async def _take(self, name, folder, dtype): # with the lock held
+        version, manifest = await self.in_thread(self._read, name, folder, dtype)
+        self.loaded.add(version)
+        self.broken.pop(version, None)
+        return version, manifest
+
     async def load(self,
         name:str,
         path:str, # below a root
@@ -78,12 +88,10 @@ class Fleet:
         self.check_free(name, 'lora_name')
         folder = inside(path, self.settings.allowed_roots)
         async with self.changes:
-            try: version, manifest = await self.in_thread(self._read, name, folder, dtype)
+            try: version, manifest = await self._take(name, folder, dtype)
             except Refused as e:
                 await self.in_thread(self.registry.note, actor, name, f'refused: {e}', time.time())
                 raise ApiError(400, str(e).replace(f'{folder}/', ''), param='lora_path') from None
-            self.loaded.add(version)
-            self.broken.pop(version, None)
             now = time.time()
             try:
                 entry = Entry(name, version, str(folder), dtype or '', (), manifest, now)
@@ -136,6 +144,10 @@ class Fleet:
         "Takes note of changes, perhaps of another process."
         async with self.changes: await self._follow()
 
+    async def keep_up(self):
+        "Follows, if there is anything new."
+        if await self.in_thread(self.registry.serial) != self.current.serial: await self.follow()
+
     async def _follow(self): # with the lock held
         c = await self.in_thread(self.registry.current)
         self.entries = {e.version: e for e in await self.in_thread(self.registry.entries)} # after it: all that it names, or newer
@@ -148,7 +160,7 @@ class Fleet:
                 log.warning('version %s cannot be served: %s', version[:16], e)
         for version in self.loaded - wanted:
             self.loaded.discard(version)
-            await self.in_thread(self.engine.unload, version)
+            await self.in_thread(self._drop, version)
         for version in self.broken.keys() - wanted: del self.broken[version]
 
     def _restore(self, version:str):
@@ -166,6 +178,8 @@ class Fleet:
                 if found not in self.loaded: self.engine.unload(found)
                 raise Refused(f'adapter {entry.name!r} is no longer what it was, or the base has changed; load it again')
         self.loaded.add(version)
+
+    def _drop(self, version:str): self.engine.unload(version)
 
     def _adopt(self, entry:Entry) -> bool: # whether there is an image of it, vouched for as its files would have to be
         self._check_manifest(entry.manifest, entry.manifest.adapter if entry.manifest else '')

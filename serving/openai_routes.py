@@ -211,7 +211,8 @@ async def job_of(service:Service, key:Key, r:ChatRequest|CompletionRequest, id:s
     if r.model != AUTO: chosen = service.choose(r.model, key, user)
     else: chosen = await service.route(newest(service, prompts[0]), lengths[0], key, r.user, r.session, user)
     id = style.prefix + id
-    asks = tuple(Ask(p, sampling, f'{id}.{i}' if i else id, key.name, r.timeout, r.priority or 0) for i, p in enumerate(prompts))
+    asks = tuple(Ask(p, sampling, f'{id}.{i}' if i else id, key.name, r.timeout, r.priority or 0, bool(r.stream))
+                 for i, p in enumerate(prompts))
     usage = bool(r.stream_options and r.stream_options.include_usage)
     return Job(service, style, int(time.time()), asks, lengths, chosen, r.user, usage)
 

@@ -2,12 +2,12 @@
 from __future__ import annotations
 import asyncio, logging, re, time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field, replace
 from lorajax.base import Base
 from lorajax.core import Refused, Sampling, quoted
 from lorajax.engine import Engine, Event, Stats, Stream
-from lorajax.registry import Outcome, Registry, Rollout
+from lorajax.registry import Outcome, Rollout
 from lorajax.router import RouteRequest
 from lorajax.shared_state import SharedRouter
 from .errors import ApiError
@@ -38,6 +38,7 @@ class Ask:
     key: str = '' # name of the key that asks
     timeout: float | None = None # seconds
     priority: int = 0
+    stream: bool = False # whether its tokens are wanted as they come
 
 @dataclass(eq=False)
 class Live:
@@ -74,6 +75,10 @@ async def owned(submitting) -> Stream:
         task.add_done_callback(drop)
         raise
 
+def submitted(engine:Engine, ask:Ask, version:str|None, limit:float) -> Awaitable[Stream]: # limit: seconds
+    "A request at an engine. Encoding its prompt may take a while."
+    return owned(asyncio.to_thread(engine.submit, ask.prompt, version, ask.sampling, ask.priority, limit, ask.id))
+
 def failed(event:Event) -> ApiError|None:
     "The error that an answer ended with, if it did."
     if event.finish == 'deadline': return ApiError(408, 'the request was not answered in its time', 'deadline_exceeded')
@@ -85,7 +90,7 @@ class Measured:
     def __init__(self, service:Service, live:Live, stream:Stream, first:Event, events:AsyncIterator[Event]):
         self.service, self.live, self.stream, self.first, self.events = service, live, stream, first, events
         self.tokens, self.finish, self.closed = 0, None, False
-        live.first = self.last = time.monotonic()
+        live.first, self.last = service.began(stream), time.monotonic()
         service.signals.saw('first', live.first - live.since, live.chosen.name)
 
     @property
@@ -109,10 +114,9 @@ class Measured:
 
 class Service:
     "An engine, its fleet, a router, and what is known of the requests that run."
-    def __init__(self, settings:Settings, base:Base, engine:Engine, registry:Registry, router:SharedRouter|None,
-                 signals:Signals):
+    def __init__(self, settings:Settings, base:Base, engine:Engine, fleet:Fleet, router:SharedRouter|None, signals:Signals):
         self.settings, self.base, self.engine, self.router, self.signals = settings, base, engine, router, signals
-        self.fleet, self.alerts = Fleet(settings, base, engine, registry), Alerts(signals, settings.webhook)
+        self.fleet, self.alerts = fleet, Alerts(signals, settings.webhook)
         self.stats: Stats = engine.stats() # of the last second
         self.live: set[Live] = set()
         self.arms: dict[tuple[Rollout, str], Arm] = defaultdict(Arm) # (a rollout in its stage, version)
@@ -125,7 +129,18 @@ class Service:
     def ready(self) -> bool: return not self.draining and not self.engine.failed
 
     @property
-    def max_len(self) -> int: return self.engine.scheduler.limits.max_len # positions of a sequence
+    def max_len(self) -> int: return min(self.engine.config.max_len, self.base.config.max_len) # positions of a sequence
+
+    # What a service whose engines are elsewhere does in another way: see ray.py.
+
+    def submit(self, ask:Ask, version:str|None, limit:float) -> Awaitable[Stream]: # limit: seconds
+        return submitted(self.engine, ask, version, limit)
+    def began(self, stream:Stream) -> float: # by the monotonic clock
+        "When the first token came of a stream that gives it now."
+        return time.monotonic()
+
+    async def measured(self) -> tuple[Stats, list[float]]: # and the seconds of each swap since the last time
+        return await asyncio.to_thread(self.engine.stats), self.engine.residents.swap_seconds()
 
     def names(self, key:Key) -> list[str]: return [n for n in self.fleet.current.names if key.may_use(n)]
 
@@ -181,17 +196,15 @@ class Service:
     async def _submit(self, ask:Ask, chosen:Chosen) -> tuple[Stream, Chosen]:
         "A request at the engine; at the base, if its adapter has just gone."
         limit = self.settings.timeout if ask.timeout is None else min(ask.timeout, self.settings.timeout)
-        def of(version): # encoding a prompt may take a while
-            return owned(asyncio.to_thread(self.engine.submit, ask.prompt, version, ask.sampling, ask.priority, limit, ask.id))
         if chosen.version and chosen.version not in self.fleet.loaded:
             chosen = self.fall_back(chosen, 'it was unloaded meanwhile')
-        try: return await of(chosen.version), chosen
+        try: return await self.submit(ask, chosen.version, limit), chosen
         except Refused as e:
             self.check_engine()
             if chosen.version is None or not self.fleet.lost(chosen.version): raise
             if chosen.version in self.fleet.loaded: self.fleet.broken[chosen.version] = str(e)
             chosen = self.fall_back(chosen, self.fleet.broken.get(chosen.version, 'it was unloaded meanwhile'))
-        return await of(None), chosen
+        return await self.submit(ask, None, limit), chosen
 
     async def answer(self, ask:Ask, chosen:Chosen) -> Measured:
         "The events of an answer. The first is awaited, so that an adapter which fails before it can be replaced."

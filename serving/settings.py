@@ -39,6 +39,8 @@ class Settings:
     webhook: str = '' # URL that is told of alerts
     log_prompts: bool = False # whether logs may hold prompts
     otel: bool = False # OpenTelemetry traces; the exporter is set by OTEL_ variables
+    replicas: int = 1 # engines; with Ray
+    most_replicas: int = 0 # engines that Ray may come to run while requests wait; 0 for no more than `replicas`
 
     @property
     def folders(self) -> list[Path]: return [Path(p) for p in (self.adapters, *self.roots.split(':')) if p]
@@ -55,7 +57,8 @@ def _read(name:str, kind:str, text:str):
 
 def check(s:Settings):
     "Refuses values that no server could run with, before anything is loaded."
-    for name, least in dict(rows=1, slots=1, max_rank=1, max_len=2, queue=0, outside=0, tp=1, memory=0, max_body=1).items():
+    limits = dict(rows=1, slots=1, max_rank=1, max_len=2, queue=0, outside=0, tp=1, memory=0, max_body=1, replicas=1, most_replicas=0)
+    for name, least in limits.items():
         if getattr(s, name) < least: raise Refused(f'{name}={getattr(s, name)}; it must be at least {least}')
     if not 0 <= s.cache <= 1: raise Refused(f'cache={s.cache}; it must be a similarity from 0 to 1, and 0 for none')
     if s.dtype and s.dtype not in DTYPES: raise Refused(f'dtype={quoted(s.dtype)}; choose one of {", ".join(DTYPES)}')

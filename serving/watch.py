@@ -24,12 +24,12 @@ def lately(service:Service) -> tuple[int, int]: # the same, of the last minutes
 async def tick(service:Service):
     "Changes of other processes, gauges, alerts."
     fleet, now = service.fleet, time.time()
-    if await fleet.in_thread(fleet.registry.serial) != fleet.current.serial: await fleet.follow()
+    await fleet.keep_up()
     if service.engine.failed: return service.alerts.watch({'engine failed': service.engine.failed}, now)
-    before, service.stats = service.stats, await asyncio.to_thread(service.engine.stats)
+    before, (service.stats, swaps) = service.stats, await service.measured()
     service.signals.preemptions.inc(service.stats.preemptions - before.preemptions)
     service.signals.swaps.inc(service.stats.swaps - before.swaps)
-    for seconds in service.engine.residents.swap_seconds(): service.signals.saw('swap', seconds)
+    for seconds in swaps: service.signals.saw('swap', seconds)
     waits = [time.monotonic() - l.since for l in service.live if l.first is None]
     set_gauges(service, max(waits, default=0.))
     bad = ', '.join(sorted(n for n,v in fleet.current.names.items() if v in fleet.broken))
@@ -54,7 +54,7 @@ def set_gauges(service:Service, longest:float): # longest: seconds that a reques
     base, used = service.base.name, {late: {l.chosen.name for l in service.live if l.chosen.version and (l.first is None) == late}
                                      for late in (False, True)}
     g.lora.labels(str(service.engine.config.slots), *(','.join(sorted(used[late])) for late in (False, True))).set(time.time())
-    g.kv_usage.labels(base).set(1 - s.pages['free'] / sum(s.pages.values()))
+    g.kv_usage.labels(base).set(1 - s.pages['free'] / max(1, sum(s.pages.values())))
     g.running.labels(base).set(s.running)
     g.waiting.labels(base).set(s.waiting)
 
@@ -76,13 +76,18 @@ async def every(seconds:float, what:Callable, service:Service):
         try: await what(service)
         except Exception: log.exception('%s failed and is tried again', what.__name__)
 
+def on_compilation(call:Callable) -> Callable: # the listener
+    "Calls whenever this process has compiled a program."
+    def compiled(event, seconds, **_):
+        if event == '/jax/core/compile/backend_compile_duration': call()
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    return compiled
+
 @asynccontextmanager
 async def serving(service:Service):
     "A service between its start and its end: adapters in the engine, watched, and drained before it closes."
-    def compiled(event, seconds, **_):
-        if event == '/jax/core/compile/backend_compile_duration': service.signals.recompilations.inc()
     await service.fleet.start()
-    jax.monitoring.register_event_duration_secs_listener(compiled)
+    listener = on_compilation(service.signals.recompilations.inc)
     tasks = [asyncio.create_task(every(1., tick, service)),
              asyncio.create_task(every(service.settings.judge_every, judge_rollouts, service))]
     try: yield
@@ -91,7 +96,7 @@ async def serving(service:Service):
         for t in tasks: t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         while service.live and time.monotonic() < end: await asyncio.sleep(.05)
-        jax.monitoring.unregister_event_duration_listener(compiled)
+        jax.monitoring.unregister_event_duration_listener(listener)
         if service.router: await service.router.close()
         await asyncio.to_thread(service.fleet.files.shutdown)
         service.alerts.close()

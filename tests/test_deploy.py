@@ -110,6 +110,49 @@ def test_the_readme_has_every_setting():
     names = [f'LORAJAX_{f.name.upper()}' for f in dataclasses.fields(settings.Settings)]
     assert re.findall(r'^\| `(LORAJAX_\w+)` \|', text, re.M) == names
 
+# ---- Kubernetes
+
+KUBE = list(yaml.safe_load_all((DEPLOY / 'kuberay.yaml').read_text('utf-8')))
+RAY = KUBE[0]['spec']
+GROUPS = [RAY['rayClusterConfig']['headGroupSpec'], *RAY['rayClusterConfig']['workerGroupSpecs']]
+PODS = [g['template'] for g in GROUPS]
+
+def test_ray_serve_reads_its_part_and_finds_the_app():
+    schema = pytest.importorskip('ray.serve.schema')
+    replicas = pytest.importorskip('serving.ray')
+    config = schema.ServeDeploySchema.model_validate(yaml.safe_load(RAY['serveConfigV2']))
+    [app] = config.applications
+    assert app.import_path == 'serving.ray:app' and app.name == replicas.APP
+    assert {d.name for d in app.deployments} == {replicas.INGRESS, replicas.ENGINE}
+    assert KUBE[0]['apiVersion'] == 'ray.io/v1' and set(RAY) == {'serveConfigV2', 'rayClusterConfig'}
+
+def test_the_cluster_has_the_ray_that_was_tested_and_gpus_for_its_engines():
+    pin = re.search(r'^ray==(.*)$', (ROOT / 'constraints.txt').read_text(), re.M)[1]
+    cluster = RAY['rayClusterConfig']
+    [workers] = cluster['workerGroupSpecs']
+    [engine] = [d for d in yaml.safe_load(RAY['serveConfigV2'])['applications'][0]['deployments'] if d['name'] == 'Engine']
+    [container] = workers['template']['spec']['containers']
+    assert cluster['rayVersion'] == pin
+    assert int(container['resources']['limits']['nvidia.com/gpu']) == engine['ray_actor_options']['num_gpus']
+    assert workers['maxReplicas'] == engine['autoscaling_config']['max_replicas']
+
+def test_pods_are_given_real_settings_and_no_secret():
+    for pod in PODS:
+        [container] = pod['spec']['containers']
+        values = {e['name']: e.get('value') for e in container['env']}
+        assert values.pop('LORAJAX_ADMIN_KEY') is None and values['RAY_USAGE_STATS_ENABLED'] == '0'
+        ours = {k: v for k,v in values.items() if k.startswith('LORAJAX_')}
+        made = settings.from_environment(ours | container_environment())
+        assert made.state in [m['mountPath'] for m in container['volumeMounts']]
+        [redis] = [d for d in KUBE if d['kind'] == 'Service']
+        assert made.redis == f"redis://{redis['metadata']['name']}:{redis['spec']['ports'][0]['port']}"
+
+def test_kubernetes_schemas_accept_everything():
+    validate = pytest.importorskip('kubernetes_validate').validate
+    pods = [dict(apiVersion='v1', kind='Pod', metadata=dict(name='ray'), spec=p['spec']) for p in PODS]
+    for document in KUBE[1:] + pods: validate(document, '1.33', strict=True)
+    with pytest.raises(Exception): validate(pods[0] | dict(spec=pods[0]['spec'] | dict(container=[])), '1.33', strict=True)
+
 # ---- the container
 
 def instructions():

@@ -1,51 +1,22 @@
 """A server as an operator starts it, real clients, a real Redis, and a soak: processes that no notebook has."""
-import json, os, random, re, shutil, signal, threading, time
+import os, random, re, shutil, signal, threading, time
 from collections import Counter
 from pathlib import Path
 import httpx, openai, psutil, pytest
-from lorajax.base import load_base
-from lorajax.core import Sampling
-from lorajax.generate import generate
 from redis_server import RedisServer
 import served
+from served import complete
 
 os.environ['LITELLM_LOCAL_MODEL_COST_MAP'] = 'True' # or it asks the network for prices
 
 NAMES = [f'a{i:02}' for i in range(24)]
 PROMPTS = ['hello', 'what now', 'abc']
-TOKENS = 12
 
 @pytest.fixture(scope='module')
 def files(tmp_path_factory): return served.make_files(tmp_path_factory.mktemp('soak'), NAMES)
 
 @pytest.fixture(scope='module')
-def said(files):
-    "What each adapter says to each prompt, from closed batches."
-    base, found = load_base(files['model']), {}
-    adapters = {n: base.load_adapter(f'{files["adapters"]}/{n}', n) for n in NAMES} | {'tiny': None}
-    pairs = [(n, p) for n in adapters for p in PROMPTS]
-    for i in range(0, len(pairs), 25):
-        part = pairs[i:i + 25]
-        done = generate(base, [p for _,p in part], [adapters[n] for n,_ in part], Sampling(max_new_tokens=TOKENS))
-        found |= {pair: d.text for pair, d in zip(part, done)}
-    assert len({found[n, 'hello'] for n in adapters}) == len(adapters), 'every adapter can be told from the others'
-    return found
-
-def complete(url, name, prompt, stream, timeout=60, cut=None): # the text, or what went wrong
-    body = dict(model=name, prompt=prompt, max_tokens=TOKENS, temperature=0, stream=stream)
-    try:
-        if not stream:
-            r = httpx.post(f'{url}/v1/completions', json=body, timeout=timeout)
-            return r.json()['choices'][0]['text'] if r.status_code == 200 else r.status_code
-        with httpx.stream('POST', f'{url}/v1/completions', json=body, timeout=timeout) as r:
-            if r.status_code != 200: return r.status_code
-            lines = []
-            for line in r.iter_lines():
-                if line: lines.append(line.removeprefix('data: '))
-                if cut and len(lines) == cut: return 'cut'
-        if lines[-1] != '[DONE]': return 'broken'
-        return ''.join(json.loads(l)['choices'][0]['text'] for l in lines[:-1])
-    except httpx.HTTPError: return 'away'
+def said(files): return served.expected(files, NAMES, PROMPTS)
 
 def test_openai_litellm_and_langchain_talk_to_a_real_server(tmp_path_factory):
     "SmolLM2 with the example adapters and the router, a Redis, changes at run time; nothing compiles once it is ready."

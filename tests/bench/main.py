@@ -24,6 +24,7 @@ from quiet import Budget, machine, versions
 PARTS = dict( # name -> module, and its share of the time: seconds of ten minutes' work on two cores
     memory=('memory', 8), batch=('throughput', 120), active=('engine', 110), registered=('engine', 60), tight=('engine', 80),
     prefix=('engine', 40), step=('engine', 30), swap=('swap', 30), route=('route', 15), http=('over_http', 70))
+ASKED = dict(ray=('over_ray', 150)) # a part that runs only if it is asked for
 RUNS = ROOT / '.lorajax/bench'
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def worker(pipe, name, budget, options):
     import jax
     jax.config.update('jax_compilation_cache_dir', str(Path.home() / '.cache/lorajax/xla')) # the server's
     jax.config.update('jax_persistent_cache_min_compile_time_secs', .2)
-    try: pipe.send(getattr(import_module(PARTS[name][0]), name)(replace(budget, tell=pipe.send), options))
+    try: pipe.send(getattr(import_module((PARTS | ASKED)[name][0]), name)(replace(budget, tell=pipe.send), options))
     except Exception: pipe.send(traceback.format_exc())
 
 def stop(process, patience=5.): # seconds
@@ -112,7 +113,8 @@ def measured(names, args, run, paths):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     installed = 'peft' if find_spec('peft') and find_spec('torch') else 'none'
-    parser.add_argument('--only', default=','.join(PARTS), metavar='PART,…', help=f'{", ".join(PARTS)}; all by default')
+    parser.add_argument('--only', default=','.join(PARTS), metavar='PART,…',
+                        help=f'{", ".join(PARTS)}; all by default. Besides: {", ".join(ASKED)}')
     parser.add_argument('--peers', choices=('peft', 'none'), default=installed, help='beside whom (%(default)s)')
     parser.add_argument('--json', type=Path, metavar='FILE', help='keep the run there too')
     parser.add_argument('--runs', type=Path, default=RUNS, metavar='FOLDER',
@@ -124,7 +126,9 @@ def main():
     args = parser.parse_args()
     chosen = args.only.split(',')
     for name in chosen:
-        if name not in PARTS: parser.error(f'there is no part {name!r}; there are {", ".join(PARTS)}')
+        if name not in PARTS | ASKED: parser.error(f'there is no part {name!r}; there are {", ".join(PARTS | ASKED)}')
+        if name in ASKED: PARTS[name] = ASKED[name]
+    if 'ray' in chosen and not find_spec('ray'): parser.error("ray is not installed here: pip install 'lorajax[ray]'")
     signal.signal(signal.SIGTERM, ended)
     now = time.strftime('%Y-%m-%dT%H:%M')
     names = [name for name in PARTS if name in chosen or name == 'memory']

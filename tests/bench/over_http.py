@@ -17,11 +17,15 @@ NAMES = sorted(p.name for p in ADAPTERS.iterdir() if p.is_dir())
 SIZE = dict(rows=16, slots=6, max_rank=16, max_len=256, memory=512 << 20)
 AT_A_TIME = 16
 
-def by_http(url):
+def by_http(url, stream=True):
     prompts, firsts = random_prompts(REQUESTS, 64, time.perf_counter_ns()), []
     async def ask(client, i):
-        body = dict(model=NAMES[i % len(NAMES)], prompt=prompts[i], max_tokens=NEW, temperature=0, ignore_eos=True,
-                    stream=True, stream_options=dict(include_usage=True))
+        body = dict(model=NAMES[i % len(NAMES)], prompt=prompts[i], max_tokens=NEW, temperature=0, ignore_eos=True)
+        if stream: body |= dict(stream=True, stream_options=dict(include_usage=True))
+        else:
+            answer = await client.post(f'{url}/v1/completions', json=body)
+            assert answer.json()['usage']['completion_tokens'] == NEW
+            return
         start, lines = time.perf_counter(), []
         async with client.stream('POST', f'{url}/v1/completions', json=body) as r:
             async for line in r.aiter_lines():
@@ -35,7 +39,7 @@ def by_http(url):
         async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=AT_A_TIME)) as client:
             start = time.perf_counter()
             await asyncio.gather(*map(one, range(REQUESTS)))
-            return dict(total=time.perf_counter() - start, first=statistics.median(firsts))
+            return dict(total=time.perf_counter() - start, first=statistics.median(firsts or [0.]))
     return asyncio.run(all_of_them())
 
 def http(budget, options):
