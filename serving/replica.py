@@ -10,6 +10,7 @@ from lorajax.base import Base
 from lorajax.core import Refused
 from lorajax.engine import Config, Engine, Event, Stats, Stream
 from lorajax.registry import Manifest
+from lorajax.split import Split
 from .app import fleet_of, set_up_logs
 from .fleet import Fleet
 from .service import Ask, submitted
@@ -71,7 +72,7 @@ class EngineReplica:
         async def hot(version): return version # the engine itself decides what is on the device
         self.hot = hot
 
-    def facts(self) -> Facts: return Facts(replace(self.fleet.base, decoder=None), self.engine.config)
+    def facts(self) -> Facts: return Facts(replace(self.fleet.base, decoder=None, split=Split()), self.engine.config)
 
     async def report(self) -> Report:
         stats, (compiled, self.compiled) = await asyncio.to_thread(self.engine.stats), (self.compiled, 0)
