@@ -79,6 +79,7 @@ def test_when_a_replica_is_lost_only_its_adapters_move(fleet, data):
     gone = data.draw(st.sampled_from(sorted(room)))
     after = place(asked, pages, {r: n for r,n in room.items() if r != gone}, before, slack)
     assert {(a, r) for a,r in pairs(before) if r != gone} <= pairs(after)
+    assert all(sum(pages[a] for a in after.on(r)) <= room[r] for r in after.replicas) and gone not in after.replicas
     assert {a for a,_ in pairs(after) - pairs(before)} <= before.on(gone)
 
 @settings(max_examples=300, deadline=None)
@@ -95,6 +96,14 @@ def test_when_a_replica_is_added_adapters_move_to_it_or_away_from_too_much_load(
         if now == old: continue
         order = rendezvous(a, more)
         assert old in full or now == 'new' and order.index('new') < order.index(old)
+
+@settings(max_examples=200, deadline=None)
+@given(fleets(), fleets())
+def test_pages_fit_whatever_was_there_before(fleet, other):
+    before, (asked, pages, room, slack) = place(*other[:3], slack=other[3]), fleet
+    after = place(asked, pages, room, before, slack)
+    assert set(after.replicas) == set(room) and after.homes.keys() <= asked.keys()
+    assert all(sum(pages[a] for a in after.on(r)) <= room[r] for r in room)
 
 def test_nothing_moves_while_nothing_changes():
     asked = {f'a{i}': 1 / (i + 3) for i in range(200)}
