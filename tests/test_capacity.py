@@ -11,7 +11,8 @@ from lorajax.images import image_of
 from lorajax.pages import NoRoom
 from lorajax.store import ImageFolder, Store
 
-M0 = ModelConfig(vocab_size=257, width=96, mlp_width=160, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=16, max_len=128, tied=True)
+M0 = ModelConfig(vocab_size=257, width=96, mlp_width=160, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=16, max_len=128,
+                 tied=True)
 
 @pytest.mark.parametrize('config', [M0, replace(M0, tied=False), replace(M0, qkv_bias=True), replace(M0, qk_norm=True),
                                     replace(M0, qkv_bias=True, o_bias=True, n_kv_heads=6)])
@@ -65,6 +66,15 @@ def test_a_step_goes_through_the_head_and_not_through_the_embedding(tied):
     through = 2 * (3 * layer + 96 + 257 * 96)
     assert (cost.token_flops, cost.read_bytes, cost.base_bytes) == (through, through, through + (not tied) * 2 * 257 * 96)
     assert cost.step(Work()) == pytest.approx(.002 + through / (3.35e12 * .6))
+
+def test_a_group_s_arena_leaves_the_runtime_and_the_programs_something():
+    "A Llama 3 70B weighs 141 GB; eight H100s have 684, two 171: .9·(.95·684 - 141) and .9·(.95·171 - 141)."
+    llama = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
+                        max_len=131072)
+    assert Roofline(llama).arena_bytes == pytest.approx(458e9, rel=2e-3)
+    assert Roofline(llama, devices=2).arena_bytes == pytest.approx(19.3e9, rel=5e-3)
+    with pytest.raises(Refused, match='takes 141 GB and 2 devices have 128 for it; take more devices'):
+        Roofline(llama, devices=2, taken=.75).arena_bytes
 
 def test_counts_are_finite():
     assert rank_counts('8:70,16') == {8: 70., 16: 1.}

@@ -72,7 +72,7 @@ def check_imports(names, banned):
                                     'gguf_files', 'text', 'tokenizer_files', 'kv', 'registry', 'router', 'encoders',
                                     'classifiers', 'router_model', 'evaluation', 'shared_state', 'lifecycle', 'route_cli',
                                     'plan', 'scheduler', 'cost', 'traffic', 'simulator',
-                                    'affinity', 'policies'])
+                                    'affinity', 'policies', 'placement'])
 def test_host_modules_never_import_jax_or_torch(module):
     check_imports([f'lorajax.{module}'], {'jax', 'torch', 'transformers', 'peft'})
 

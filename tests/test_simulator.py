@@ -313,7 +313,7 @@ def test_more_adapters_than_the_trace_has(shared_data):
     assert len(used) > 700 and any(int(name[1:]) > 873 for name in used)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('case', ['policies --adapters 20', 'speed', 'fleet', 'engine --reps 1 --requests 9'])
+@pytest.mark.parametrize('case', ['policies --adapters 20', 'speed', 'fleet', 'placement', 'engine --reps 1 --requests 9'])
 def test_the_benchmark_runs(case, shared_data, tmp_path):
     script = Path(__file__).parent / 'bench/simulate.py'
     small = ['--hours', '.005', '--data', str(shared_data), '--json', str(tmp_path / 'kept.json')]

@@ -3,22 +3,27 @@
 policies: a Llama 3 70B on eight H100s, by data sheet, with the Azure trace's arrivals and lengths (laid over one another
 for a higher rate) and the Alibaba trace's adapters, in the trace's order; of more than its 874, made-up ones. speed: an
 hour of a Llama 3 8B on four H100s at 50 requests a second.
-fleet: 1,000 a second over 100 groups. engine: prices fitted to the steps of SmolLM2 under one load
+fleet: 1,000 a second over 100 groups. placement: a Llama 3 8B on each of eight A100s; placed
+by the first half of the requests, simulated on the second. engine: prices fitted to the steps of SmolLM2 under one load
 foretell the throughput under another; their runs take turns, as quiet.py says, each with prompts that nobody has seen.
 """
 import argparse, gc, json, os, statistics, sys, time
+from collections import Counter
 from dataclasses import replace
 from datetime import datetime
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / 'tests'))
 from lorajax.affinity import spread
 from lorajax.bench import LIMIT
+from lorajax.capacity import device_bytes
 from lorajax.core import ModelConfig
-from lorajax.cost import Roofline, Work, fitted, prompt_pairs
+from lorajax.cost import Device, Roofline, Work, fitted, prompt_pairs
+from lorajax.placement import Placement, place, sent
 from lorajax.policies import Comparison, merged, padded, paged, pod, pod_each, prefetched, simulate_fleet, together
 from lorajax.simulator import Group, Swapped, simulate
 from lorajax.traffic import Visit, traffic
@@ -26,6 +31,7 @@ from lorajax.traffic import Visit, traffic
 LLAMA70 = ModelConfig(vocab_size=128256, width=8192, mlp_width=28672, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128,
                       max_len=131072)
 LLAMA8 = replace(LLAMA70, width=4096, mlp_width=14336, n_layers=32, n_heads=32)
+A100 = Device(312e12, 1.555e12, 32e9, device_bytes('a100-40')) # its data sheet; PCIe 4 with 16 lanes
 
 def ranks(n): return {f'a{i}': (8, 8, 8, 8, 16, 8, 8, 8, 8, 64)[i % 10] for i in range(n)}
 
@@ -67,10 +73,48 @@ def fleet(args):
     f = together([simulate(share, group) for share in seen(shares, 'groups')])
     report(args, f'1,000 requests a second over 100 groups, for {seconds:.0f} s', {group.name: f})
 
+def placed(past, group, learns): # past: adapters that were asked for
+    "Spreads requests over replicas by a placement, which is renewed after every 500 if it learns."
+    counts, now = Counter(past), Placement()
+    pages = {a: nbytes // group.page_bytes for a,nbytes in group.reads.items()}
+    def way(asked, n):
+        nonlocal counts, now
+        shares = [[] for _ in range(n)]
+        for i in range(0, len(asked), 500):
+            part = asked[i:i + 500]
+            now = place(counts, pages, dict.fromkeys(range(n), group.pages // 2), now)
+            for share, more in zip(shares, sent(part, now)): share.extend(more)
+            if not learns: continue
+            counts = Counter({a: .7 * c for a,c in counts.items()})
+            counts.update(v.adapter for v in part)
+        return shares
+    return way
+
+def anywhere(asked, n):
+    drawn = np.random.default_rng(0).integers(n, size=len(asked))
+    return [[v for v,g in zip(asked, drawn) if g == i] for i in range(n)]
+
+def routes(past, group):
+    return {'random': anywhere, 'hash only': lambda asked, n: sent(asked, Placement(replicas=tuple(range(n)))),
+            'hash with bounded loads': spread, 'placement': placed(past, group, False),
+            'placement, renewed': placed(past, group, True)}
+
+def placement(args):
+    from traces import traffic as real
+    asked = real(args.data, 874, 8, min(.1, 2 * args.hours), follow=args.follow)
+    past, asked = [v.adapter for v in asked[:len(asked) // 2]], asked[len(asked) // 2:]
+    group, half = prefetched(paged(Roofline(LLAMA8, A100, 1), ranks(874))), len(asked) // 2
+    runs = {name: way(asked, 8) for name,way in routes(past, group).items()}
+    for name, way in routes(past, group).items(): # the last replica gets no more requests after half of them
+        parts = zip_longest(way(asked[:half], 8), way(asked[half:], 7), fillvalue=[])
+        runs[f'{name}; one lost half-way'] = [first + second for first,second in parts]
+    figures = {name: together([simulate(share, group) for share in seen(shares, name)]) for name,shares in runs.items()}
+    rate = len(asked) / (asked[-1].at - asked[0].at)
+    report(args, f'Placement: 874 adapters, eight replicas, {len(asked):,} requests, {rate:.1f} a second', figures)
+
 # ---- against the engine
 
 def load(n, adapters, prompt, answer, seed, words): # requests that are there from the start; words: their tokens' seed
-    import numpy as np
     rng, said = np.random.default_rng(seed), np.random.default_rng([seed, words])
     p = 1 / np.arange(1, adapters + 1)
     names = [f'a{i}' for i in rng.choice(adapters, n, p=p / p.sum())]
@@ -138,11 +182,11 @@ def engine(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = dict(policies=policies, speed=speed, fleet=fleet, engine=engine)
+    cases = dict(policies=policies, speed=speed, fleet=fleet, placement=placement, engine=engine)
     parser.add_argument('what', nargs='*', choices=[*cases, []], help=f'of {", ".join(cases)}; all by default')
     parser.add_argument('--data', type=Path, default=Path(os.environ.get('LORAJAX_DATA', ROOT.parent / 'shared/data')),
                         help='folder of the public traces; also $LORAJAX_DATA')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='keeps the tables of policies, speed and fleet')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='keeps the tables of all but engine')
     parser.add_argument('--adapters', type=int, nargs='+', default=[200, 800, 2000],
                         help='registered, the most popular ones')
     parser.add_argument('--times', type=int, default=2, help='hours of the trace laid over one another')
