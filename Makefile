@@ -54,7 +54,7 @@ gpu-check: $(GPU_VENVS:=/.ready)  ## kernels and programs for an H200 and an A10
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync $(GPU_VENVS:=/check)
 
 $(GPU_VENVS:=/check): %/check:
-	@echo "$*"; JAX_PLATFORMS=cpu $*/bin/python -m pytest --slow tests/gpu
+	@echo "$*"; JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 $*/bin/python -m pytest --slow tests/gpu
 
 gpu-bench:  ## kernels on this machine's GPU, with the JAX of $PYTHON (python3): parity, then times; ARGS='--json FILE'
 	@PYTHONPATH=. $${PYTHON:-python3} tests/bench/gpu.py $(ARGS)

@@ -16,7 +16,7 @@ from .core import Refused
 from .images import CHANNELS, RANK_BLOCK, PageLayout
 from .pages import Pages
 from .split import by_last, EVERYWHERE, WORDS, Split
-from .store import LARGEST_CHUNK, Known, Store, Stored
+from .store import LARGEST_CHUNK, Chunks, Known, Store, Stored
 
 # %% auto #0
 __all__ = ['kv_view', 'tile_view', 'write_pages', 'Arena', 'Residents', 'compose']
@@ -73,16 +73,18 @@ class Arena:
     @property
     def nbytes(self): return self.n_pages * self.layout.nbytes # on each device
 
-    def write(self, chunks:Sequence[Array], ids:Sequence[int]): # page-locked chunks, together [n, all_words]; n pages
+    def write(self, chunks:Chunks, ids:Sequence[int]): # of an image; its n pages
         "Start copying the chunks into these pages; programs that use the buffer later see them."
         ends = list(accumulate(map(len, chunks)))
         assert ends[-1:] == [len(ids)], f'{ends[-1:]} pages came for {len(ids)}'
+        self.split.tell('write', chunks.number, np.array(ids, np.int32))
         for chunk, end in zip(chunks, ends):
             n = len(chunk)
             self.words = self.programs[n](self.words, chunk, np.array(ids[end-n:end], np.int32))
 
     def written(self, page:int) -> Array: # [devices] words of the page
         "Ready as soon as everything that was started before is."
+        self.split.tell('look', page)
         return self.look(self.words, np.int32(page))
 
 # %% ../nbs/07_arena.ipynb #e0f87986

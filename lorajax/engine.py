@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 import jax, numpy as np
 from jax.sharding import Mesh
+from . import __version__
 from .adapters import Adapter, check_name, invoked_at
 from .arena import Arena, Residents, compose
 from .base import Base, divided
 from .constraints import Constraint
 from .core import Refused, Sampling, check_token_ids, choices, quoted
+from .hosts import check_alike, lead, least
 from .images import RANK_BLOCK, pieces_of
 from .kv import KV, Hits
 from .ops import TRACED, check_backend
@@ -28,8 +30,8 @@ from .stops import Answer
 from .store import ImageFolder, Store
 
 # %% auto #0
-__all__ = ['Config', 'default_memory', 'Scored', 'Event', 'Stream', 'Named', 'Names', 'Stats', 'Engine', 'prompt_ids', 'stream',
-           'Completion', 'generate']
+__all__ = ['Config', 'default_memory', 'Scored', 'Event', 'Stream', 'Named', 'Names', 'Stats', 'machine', 'on_all_hosts',
+           'Engine', 'prompt_ids', 'stream', 'Completion', 'generate']
 
 # %% ../nbs/15_engine.ipynb #0f7d2913
 @dataclass(frozen=True)
@@ -311,7 +313,36 @@ def _let_go(engine:Engine, version:str|None):
     engine.names.release(version, leave)
     for part in parts: _let_go(engine, part)
 
-# %% ../nbs/15_engine.ipynb #955c5d45
+# %% ../nbs/15_engine.ipynb #5ef6e8f1
+def machine(
+    base:Base,
+    config:Config,
+    folder:str|Path, # for the adapters' images
+    progress:Callable=lambda shapes: shapes, # as for `Engine`
+) -> tuple[Residents, Runner]:
+    "What an engine's devices have, before anything has run. On several hosts, all of them make it at the same time."
+    layout, max_len = page_layout(base, config.block), min(config.max_len, base.config.max_len)
+    n_pages = (default_memory() if config.memory is None else config.memory) // layout.nbytes
+    if base.split.several_hosts: n_pages = least(n_pages)
+    if n_pages < 3:
+        raise Refused(f'memory={config.memory}; a page of {base.name!r} has {layout.nbytes} bytes; give at least three')
+    store = Store(ImageFolder(folder, layout), config.store_memory, base.split)
+    residents = Residents(store, Arena(layout, n_pages, base.split))
+    blocks = config.slots * blocks_of(config.max_rank) # each adapter begins a block of its own
+    shapes = step_shapes(config.rows, config.chunks, blocks, config.prompt_logprobs)
+    return residents, Runner(base, residents, shapes, config.slots, config.max_rank, max_len, config.outside,
+                             config.backend, config.paged, progress)
+
+def on_all_hosts(
+    base:Base,
+    config:Config, # the same on all
+) -> Base: # on its devices
+    "A base that this host and others are about to run together."
+    base = divided(base, config.mesh)
+    if not base.split.several_hosts: return base
+    check_alike((replace(config, mesh=None, folder=None), base.fingerprint, str(base.dtype), __version__, jax.__version__))
+    return base
+
 class Engine:
     "Serves a base with any mix of adapters. Threads and coroutines may share it; close it when done."
     def __init__(self,
@@ -320,23 +351,17 @@ class Engine:
         progress:Callable=lambda shapes: shapes, # wraps the iteration over the programs to compile, for a progress bar
     ):
         check_backend(config.backend)
-        base = divided(base, config.mesh)
+        base = on_all_hosts(base, config)
+        if base.split.several_hosts: base = replace(base, split=replace(base.split, hosts=lead()))
         self.base, self.config, self.names, self.failed = base, config, Names(), None
-        layout, max_len = page_layout(base, config.block), min(config.max_len, base.config.max_len)
-        n_pages = (default_memory() if config.memory is None else config.memory) // layout.nbytes
-        if n_pages < 3:
-            raise Refused(f'memory={config.memory}; a page of {base.name!r} has {layout.nbytes} bytes; give at least three')
         self._temporary = None if config.folder else tempfile.TemporaryDirectory(prefix='lorajax-')
-        self.store = Store(ImageFolder(config.folder or self._temporary.name, layout), config.store_memory, base.split)
-        self.residents = Residents(self.store, Arena(layout, n_pages, base.split))
-        self.kv = KV(self.residents.pages, layout.block, left=self.residents.forget)
+        self.residents, self.runner = machine(base, config, config.folder or self._temporary.name, progress)
+        self.store, max_len = self.residents.store, min(config.max_len, base.config.max_len)
+        self.kv = KV(self.residents.pages, self.runner.layout.block, left=self.residents.forget)
         most = config.rows + max(p * s for p,s in config.chunks)
         limits = Limits(config.rows, config.chunks, most, config.slots, max_len, config.overtakes)
         self.scheduler = Scheduler(self.kv, self.residents, limits)
-        blocks = config.slots * blocks_of(config.max_rank) # each adapter begins a block of its own
-        shapes = step_shapes(config.rows, config.chunks, blocks, config.prompt_logprobs)
-        self.runner = Runner(base, self.residents, shapes, config.slots, config.max_rank, max_len, config.outside,
-                             config.backend, config.paged, progress)
+        if base.split.hosts: base.split.hosts.begin()
         self.prompt_tokens = self.generated_tokens = self.preemptions = 0
         self._live, self._inbox, self._ids = {}, queue.SimpleQueue(), itertools.count(1)
         self._lock, self._closing, self._closed = threading.Lock(), False, False
@@ -410,6 +435,7 @@ class Engine:
         self._thread.join()
         self.store.close()
         self.residents.close()
+        if self.base.split.hosts: self.base.split.hosts.close()
         if self._temporary: self._temporary.cleanup()
 
     def __enter__(self): return self

@@ -210,13 +210,28 @@ class RowBuffers:
         plan:dict[str, tuple[ModulePlan, ...]], # from `plan_rows`
     ) -> dict[str, LoraGroup]: # ready for the decoder; what the last fetch returned is gone
         "The planned rank rows; what is here already isn't copied again."
+        return self.put(words, self.changes(plan))
+
+    def changes(self,
+        plan:dict[str, tuple[ModulePlan, ...]], # from `plan_rows`
+    ) -> dict[str, tuple]: # group -> what to write, as for `renew`; scale, owner, rows, as in `LoraGroup`
+        "What is left to be done for a plan, as NumPy arrays; `put` must do it next."
         def todo(p, blocks):
             changed = np.array([i for i,(new, old) in enumerate(zip(p.blocks, blocks)) if new != old], np.int32)
             return p.a, p.b, p.packed, np.pad(changed, (0, len(blocks) - len(changed))), np.int32(len(changed))
-        changed = {g: [todo(p, blocks) for p,blocks in zip(ps, self.blocks[g])] for g,ps in plan.items()}
-        self.held = self.renew(words, self.held, changed)
+        joined = lambda ps, part, axis: np.concatenate([getattr(p, part) for p in ps], axis)
+        facts = lambda ps: (joined(ps, 'scale', 1), joined(ps, 'owner', 0), tuple(p.rows for p in ps))
+        found = {g: ([todo(p, blocks) for p,blocks in zip(ps, self.blocks[g])], *facts(ps)) for g,ps in plan.items()}
         self.blocks = {g: [p.blocks for p in ps] for g,ps in plan.items()}
-        return {g: _group(g, *self.held[g], ps, self.layout.config, self.split) for g,ps in plan.items()}
+        return found
+
+    def put(self,
+        words:Array, # [P, words], the arena's buffer
+        changes:dict[str, tuple], # from `changes`
+    ) -> dict[str, LoraGroup]: # as for `fetch`
+        "The rank rows with those changes."
+        self.held = self.renew(words, self.held, {g: todo for g,(todo, *_) in changes.items()})
+        return {g: _group(g, *self.held[g], *facts, self.layout.config, self.split) for g,(_, *facts) in changes.items()}
 
 def fetch_rows(
     words:Array, # [P, words], the arena's buffer
@@ -233,20 +248,18 @@ def _cutter(width, split): return split.each(lambda x: x[..., :width], by_last(3
 def _cut(x, width, split): # a whole slice would be a copy
     return x if x.shape[-1] == width * split.n else _cutter(width, split)(x)
 
-def _group(group, a, bs, plans, config, split): # -> LoraGroup
+def _group(group, a, bs, scale, owner, rows, config, split): # -> LoraGroup
     "One group for the decoder."
     widths = [module_shapes(config)[paths[0]] for paths in module_paths(config, group)]
     a, bs = _cut(a, widths[0][0], split), tuple(_cut(b, n_out, split) for b,(_,n_out) in zip(bs, widths))
-    scale, owner = np.concatenate([p.scale for p in plans], axis=1), np.concatenate([p.owner for p in plans])
     if group in OUTSIDE: a, bs, scale = a[0].T if group == 'embed' else a[0], (bs[0][0],), scale[0]
-    return LoraGroup(a, bs, *split.put((scale, owner, tuple(p.rows for p in plans))))
+    return LoraGroup(a, bs, *split.put((scale, owner, rows)))
 
 # %% ../nbs/07a_rows.ipynb #47e400ee
 def paged_groups(
     plan:dict[str, tuple[ModulePlan, ...]], # from `plan_rows`
     layout:PageLayout, # of the arena
-    split:Split=Split(), # its devices
-) -> dict[str, PagedGroup]: # for the layers' groups; their buffer is a placeholder until the decoder puts its own in
+) -> dict[str, PagedGroup]: # NumPy arrays, for the layers' groups; the decoder puts its buffer in place of the first
     "The plan as kernels read it."
     shapes, nowhere = module_shapes(layout.config), np.zeros((1, RANK_BLOCK, CHANNELS), layout.word)
     def group(name, plans):
@@ -254,4 +267,4 @@ def paged_groups(
         mixed = tuple(mixed_slots(p.packed, p.first) for p in plans)
         widths = tuple(shapes[paths[0]][1] for paths in module_paths(layout.config, name))
         return PagedGroup(nowhere, of('a'), of('b'), of('scale'), of('packed'), mixed, of('first'), np.int32(0), widths)
-    return {name: split.put(group(name, plans)) for name,plans in plan.items() if name in GROUPS}
+    return {name: group(name, plans) for name,plans in plan.items() if name in GROUPS}

@@ -5,13 +5,14 @@
 # %% ../nbs/05b_split.ipynb #4a7bc383
 from __future__ import annotations
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import gcd
 import jax, jax.numpy as jnp, numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from .core import ModelConfig, Refused, quoted
+from .hosts import Hosts
 
 # %% auto #0
 __all__ = ['AXIS', 'EVERYWHERE', 'WORDS', 'OUTPUTS', 'INPUTS', 'share', 'by_last', 'Split', 'specs_of', 'split_over',
@@ -40,11 +41,18 @@ WORDS = by_last(2) # [P, all_words]: of each page its own words
 class Split:
     "The devices that share a model."
     mesh: Mesh|None = None # with one axis; None: the default device alone
+    hosts: Hosts|None = field(default=None, compare=False, repr=False) # the others, for process 0 of several
 
     @property
     def n(self) -> int: return 1 if self.mesh is None else self.mesh.size
     @property
+    def several_hosts(self) -> bool: return self.mesh is not None and jax.process_count() > 1
+    @property
     def axis(self) -> str|None: return None if self.mesh is None else AXIS # to sum over
+
+    def tell(self, name:str, *arrays): # what the device is about to do
+        "Has other hosts do the same, where there are any."
+        if self.hosts: self.hosts.tell(name, *arrays)
 
     def at(self, spec:PartitionSpec=EVERYWHERE, memory:str='device') -> Sharding:
         "Where an array with this specification lies."

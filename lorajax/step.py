@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
@@ -228,15 +228,25 @@ class Runner:
         blocks, _ = rank_blocks(known[part].pieces for v in versions for part,_ in self.residents.recipe(v))
         shape = smallest_shape(self.shapes, prompts, max(blocks, bool(versions)))
         running = self._serving(versions, shape.blocks)
-        arrays, arena = _arrays(self, shape, decode, prompts, running.slots), self.residents.arena
-        out, told, arena.words = self.programs[shape](self.weights, arena.words, running.groups, running.routing, *arrays)
+        out, told = self.step(shape, _arrays(self, shape, decode, prompts, running.slots))
         kept = [*range(len(decode)), *range(shape.rows, shape.rows + len(prompts))]
         scores = [] if told is None else np.asarray(told).reshape(shape.prompts, shape.chunk, -1)
         return unpacked(np.asarray(out)[kept]), [unpacked(own[:len(r.tokens)]) for own,r in zip(scores, prompts)]
 
+    def empty(self, shape:StepShape) -> tuple: # the arrays of a step in which no row has a token
+        return _arrays(self, shape, (), (), {None: 0})
+
+    def step(self, shape:StepShape, arrays:tuple) -> tuple[Array, Array|None]: # arrays: from `_arrays`; see `step`
+        "Has the devices do a step, with the rank rows that were brought last."
+        running, arena = self.running[shape.blocks], self.residents.arena
+        arena.split.tell('step', self.shapes.index(shape), arrays)
+        out, told, arena.words = self.programs[shape](self.weights, arena.words, running.groups, running.routing, *arrays)
+        return out, told
+
     def copy(self, source:int, target:int): # pages
         "Copies a page, before the next step."
         arena = self.residents.arena
+        arena.split.tell('copy', source, target)
         arena.words = self.copy_page(arena.words, np.int32(source), np.int32(target))
 
     def _serving(self, versions, blocks): # -> Running
@@ -256,17 +266,28 @@ class Runner:
     def _copied(self, plan): return {g: p for g,p in plan.items() if not self.paged or g in OUTSIDE}
 
     def _fetch(self, versions, blocks):
+        slots = {None: 0} | {v: i for i,v in enumerate(versions, 1)}
+        return self.bring(blocks, self.rank_rows(versions, blocks), slots, self._tables(versions))
+
+    def rank_rows(self, versions:Sequence[str], blocks:int) -> tuple: # NumPy arrays, for `bring`
+        "What the devices need for a step with these versions."
         plan = self._plan(versions, blocks)
-        groups = self.buffers[blocks].fetch(self.residents.arena.words, self._copied(plan))
-        cut = lambda g, x: tuple(r[:, :self.outside if g in OUTSIDE else self.most] for r in x.rows)
-        groups = {g: replace(x, rows=cut(g, x)) for g,x in groups.items()}
-        if self.paged: groups |= paged_groups(plan, self.layout, self.base.split)
+        cut = lambda g, rows: tuple(r[:, :self.outside if g in OUTSIDE else self.most] for r in rows)
+        changes = self.buffers[blocks].changes(self._copied(plan))
+        changes = {g: (*facts, cut(g, rows)) for g,(*facts, rows) in changes.items()}
         routing = np.zeros(self.running[0].routing.shape, self.base.dtype)
         for slot, version in enumerate(versions, 1):
             known = self.residents.known.get(version)
             if known and known.routing is not None: routing[slot] = known.routing
-        slots = {None: 0} | {v: i for i,v in enumerate(versions, 1)}
-        self.running[blocks] = Running(slots, groups, self.base.split.put(routing), self._tables(versions))
+        return changes, paged_groups(plan, self.layout) if self.paged else {}, routing
+
+    def bring(self, blocks:int, rows:tuple, slots:Mapping={}, tables:Mapping={}) -> Running: # see `Running`
+        "Has the devices fetch rank rows, from `rank_rows`, for steps with so many blocks."
+        arena = self.residents.arena
+        arena.split.tell('bring', blocks, rows)
+        changes, paged, routing = rows
+        groups = self.buffers[blocks].put(arena.words, changes) | arena.split.put(paged)
+        self.running[blocks] = Running(slots, groups, arena.split.put(routing), tables)
         return self.running[blocks]
 
 # %% ../nbs/11_step.ipynb #c62f8d11
@@ -281,7 +302,7 @@ def _arrays(runner, shape, decode, prompts, slots): # -> segments, last, rules, 
     return segments, last, rules, generated, follow
 
 def _lowered(runner, shape): # its step
-    own, arrays = runner.running[shape.blocks], _arrays(runner, shape, (), (), {None: 0})
+    own, arrays = runner.running[shape.blocks], runner.empty(shape)
     statics, split = (runner.graph, runner.layout, runner.backend), runner.base.split
     args = runner.weights, runner.residents.arena.words, own.groups, own.routing, *arrays
     if split.mesh is None: return step.lower(*args, *statics)

@@ -9,11 +9,11 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
-import jax, numpy as np
-from jax import Array
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from .adapters import Adapter
@@ -22,7 +22,8 @@ from .images import Image, PageLayout, Pieces, image_of, numbers_per_word, piece
 from .split import WORDS, Split
 
 # %% auto #0
-__all__ = ['LARGEST_CHUNK', 'chunk_sizes', 'pinned', 'Known', 'read_header', 'ImageFolder', 'default_budget', 'Stored', 'Store']
+__all__ = ['LARGEST_CHUNK', 'NUMBERS', 'chunk_sizes', 'Chunks', 'pinned', 'Known', 'read_header', 'ImageFolder', 'default_budget',
+           'Stored', 'Store']
 
 # %% ../nbs/06_store.ipynb #72707fcc
 LARGEST_CHUNK = 64 # pages
@@ -35,13 +36,27 @@ def chunk_sizes(
     return [LARGEST_CHUNK] * whole + [1 << i for i in reversed(range(LARGEST_CHUNK.bit_length())) if rest >> i & 1]
 
 # %% ../nbs/06_store.ipynb #c7f64d33
+class Chunks(tuple):
+    "An image in page-locked memory, as arrays which together are [n, all_words]."
+    def __new__(cls, arrays, number=0, hosts=None): # number: by which other hosts know theirs
+        made = super().__new__(cls, arrays)
+        made.number, made.hosts = number, hosts
+        return made
+
+    def __del__(self): # on any thread, at any moment: only a note
+        if self.hosts: self.hosts.gone.append(self.number)
+
+NUMBERS = count(1)
+
 def pinned(
     pages:np.ndarray, # [n, all_words]
     split:Split=Split(), # the devices that they are for
-) -> tuple[Array, ...]: # chunks in page-locked host memory
+) -> Chunks: # in page-locked host memory
     "A copy of the pages, ready to be moved to the device; to each its own part."
-    ends = np.cumsum(chunk_sizes(len(pages)))
-    return tuple(split.put(chunk, WORDS, 'pinned_host') for chunk in np.split(pages, ends[:-1]))
+    number, ends = next(NUMBERS), np.cumsum(chunk_sizes(len(pages)))
+    split.tell('pin', number, pages)
+    arrays = (split.put(chunk, WORDS, 'pinned_host') for chunk in np.split(pages, ends[:-1]))
+    return Chunks(arrays, number, split.hosts)
 
 # %% ../nbs/06_store.ipynb #b8301dbd
 @dataclass(frozen=True, eq=False)
@@ -120,7 +135,7 @@ def default_budget() -> int: # bytes
 class Stored(NamedTuple):
     "A version in page-locked memory."
     known: Known
-    chunks: tuple[Array, ...] # together [n, all_words]
+    chunks: Chunks
 
 # %% ../nbs/06_store.ipynb #39accf5f
 def _add(store, version, adapter, dtype):

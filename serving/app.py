@@ -13,6 +13,7 @@ from lorajax import __version__
 from lorajax.base import Base, load_base
 from lorajax.core import Refused, needs
 from lorajax.engine import Config, Engine
+from lorajax.follow import follow
 from lorajax.lifecycle import Follower, ModelFolder
 from lorajax.registry import Registry
 from lorajax.router import Router
@@ -114,15 +115,21 @@ def images_of(settings:Settings, base:Base, stack:ExitStack) -> Path:
         for unfinished in folder.glob('.*.*'): unfinished.unlink() # of a process that was killed
         return folder
 
-def engine_of(settings:Settings, base:Base, folder:Path, progress:Callable) -> Engine:
-    config = Config(rows=settings.rows, slots=settings.slots, max_rank=settings.max_rank, outside=settings.outside,
-                    max_len=settings.max_len, memory=settings.memory or None, folder=folder)
-    return Engine(base, config, progress)
+def config_of(settings:Settings, folder:Path|None=None) -> Config:
+    return Config(rows=settings.rows, slots=settings.slots, max_rank=settings.max_rank, outside=settings.outside,
+                  max_len=settings.max_len, memory=settings.memory or None, folder=folder)
+
+def base_of(settings:Settings) -> Base: return load_base(settings.model, settings.dtype or None, mesh=settings.tp)
+
+def follow_first(settings:Settings, progress:Callable):
+    "What a host other than the first does, until the first one stops."
+    check(settings)
+    follow(base_of(settings), config_of(settings), progress)
 
 def fleet_of(settings:Settings, progress:Callable, stack:ExitStack) -> Fleet:
     "An engine of this process, and a registry that others may share."
-    base = load_base(settings.model, settings.dtype or None, mesh=settings.tp)
-    engine = stack.enter_context(engine_of(settings, base, images_of(settings, base, stack), progress))
+    base = base_of(settings)
+    engine = stack.enter_context(Engine(base, config_of(settings, images_of(settings, base, stack)), progress))
     return Fleet(settings, base, engine, stack.enter_context(Registry(Path(settings.state) / 'registry.sqlite')))
 
 @asynccontextmanager

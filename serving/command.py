@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from lorajax.core import Refused, needs
+from lorajax.hosts import join_hosts
 from .settings import Settings, from_environment
 
 D = Settings()
@@ -38,6 +39,8 @@ def serve(
     max_rank:Annotated[int|None, opt('Largest rank of an adapter.', D.max_rank)]=None,
     max_len:Annotated[int|None, opt('Positions of a sequence.', D.max_len)]=None,
     tp:Annotated[int|None, opt('Devices that share the base, each with a part of every layer.', D.tp)]=None,
+    hosts:Annotated[bool|None, opt(
+        'This process is one of several that share the base; see serving/README.md.', flag='--hosts')]=None,
     memory:Annotated[int|None, opt('Bytes of memory for keys, values and adapters, on each device.')]=None,
     queue:Annotated[int|None, opt('Sequences that may wait before requests are turned away.', D.queue)]=None,
     api_keys:Annotated[str|None, opt('A JSON file of API keys; see serving/README.md.')]=None,
@@ -54,17 +57,23 @@ def serve(
     Every setting may also be given as an environment variable: LORAJAX_MODEL and so on; serving/README.md lists them all.
     """
     given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots,
-                 max_rank=max_rank, max_len=max_len, tp=tp, memory=memory, queue=queue, api_keys=api_keys, strict=strict,
-                 cache=cache, replicas=replicas, most_replicas=most_replicas)
+                 max_rank=max_rank, max_len=max_len, tp=tp, hosts=hosts, memory=memory, queue=queue, api_keys=api_keys,
+                 strict=strict, cache=cache, replicas=replicas, most_replicas=most_replicas)
     settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
     if not ray and max(settings.replicas, settings.most_replicas) > 1:
         raise Refused(f'replicas={settings.replicas}, most_replicas={settings.most_replicas}; for more than one add --ray')
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
     app.set_up_logs(log_level)
-    check_free(host, port)
-    if ray: return needs('serving.ray', 'ray').run(settings, host, port)
+    if ray:
+        if settings.hosts: raise Refused('--ray and --hosts do not go together; a replica is one process')
+        check_free(host, port)
+        return needs('serving.ray', 'ray').run(settings, host, port)
     err = Console(stderr=True)
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
+    if settings.hosts and (first := join_hosts()):
+        print(f'lorajax: this is host {first}, which follows host 0', file=sys.stderr)
+        return app.follow_first(settings, bar)
+    check_free(host, port)
     made = app.create_app(settings, bar)
     print(f'lorajax: loading {settings.model}; the first start also compiles, which takes a minute or two', file=sys.stderr)
     def ready(app):

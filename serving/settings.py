@@ -24,6 +24,7 @@ class Settings:
     outside: int = 0 # rank of an adapter on the embedding or on the head; 0 serves none of those
     max_len: int = 2048 # positions of a sequence
     tp: int = 1 # devices that share the base, each with a part of every layer
+    hosts: bool = False # whether this process is one of several that share the base
     memory: int = 0 # bytes of the arena, on each device; 0 for the engine's default
     queue: int = 256 # sequences that may wait; more get 429
     timeout: float = 600. # seconds after which a request is given up, at most

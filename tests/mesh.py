@@ -1,4 +1,4 @@
-"""What test_mesh.py runs in a process of its own, since JAX takes its number of devices once: `mesh.py FOLDER` prints JSON.
+"""What test_mesh.py runs in processes of their own, since JAX takes its number of devices once: `mesh.py FOLDER` prints JSON.
 
 One engine on one device and others on 2, 4 and 8 simulated ones answer the same requests, with an arena too small for all adapters.
 """
@@ -13,10 +13,15 @@ from lorajax.adapters import random_adapter
 from lorajax.base import divided, load_base, random_base, save_base
 from lorajax.core import ModelConfig, Refused, Sampling
 from lorajax.engine import Config, Engine, generate
+from lorajax.follow import follow
+from lorajax.hosts import join_hosts
 from lorajax.images import pieces_of
 from lorajax.model import pack, random_tensors
 from lorajax.split import split_over
 from lorajax.step import StepShape, page_layout
+
+TOGETHER = sys.argv[2:] == ['hosts']
+if TOGETHER: join_hosts() # before anything is on a device
 
 SHAPE = ModelConfig(vocab_size=257, width=32, mlp_width=64, n_layers=2, n_heads=16, n_kv_heads=8, head_dim=8, max_len=160,
                     qkv_bias=True, o_bias=True, qk_norm=True)
@@ -92,6 +97,12 @@ def loaded(folder): # whether a base that is divided while it is loaded, in eith
     packed = replace(want, decoder=pack(SHAPE, random_tensors(SHAPE).get, np.float32, split=want.split))
     return [all(map(np.array_equal, leaves(want), leaves(b))) for b in (kept, packed)]
 
+def on_several_hosts(folder): # this process's part
+    base, config = engine_on(len(jax.devices()), folder)
+    if jax.process_index(): return follow(base, config)
+    with Engine(base, config) as engine: print(json.dumps(dict(tokens=answers(engine), swaps=engine.stats().swaps)))
+
 if __name__ == '__main__':
     folder = Path(sys.argv[1])
-    print(json.dumps(dict(runs={n: run(n, folder) for n in (1, 2, 4, 8)}, refused=refusals(folder), loaded=loaded(folder))))
+    if TOGETHER: on_several_hosts(folder)
+    else: print(json.dumps(dict(runs={n: run(n, folder) for n in (1, 2, 4, 8)}, refused=refusals(folder), loaded=loaded(folder))))

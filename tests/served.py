@@ -80,9 +80,12 @@ class ServerProcess:
         self.url = f'http://127.0.0.1:{self.port}'
         self.env = os.environ | {f'LORAJAX_{k.upper()}': str(v) for k,v in (SIZES | settings).items()}
 
-    def start(self, wait=180):
+    def launch(self):
         command = [sys.executable, '-c', 'from lorajax.cli import main; main()', 'serve', '--port', str(self.port), *self.flags]
         with open(self.log, 'ab') as out: self.process = subprocess.Popen(command, env=self.env, stdout=out, stderr=out, cwd=Path(__file__).parents[1])
+
+    def start(self, wait=180):
+        self.launch()
         end = time.monotonic() + wait
         while True:
             assert self.process.poll() is None and time.monotonic() < end, f'the server did not start:\n{self.log.read_text()[-3000:]}'

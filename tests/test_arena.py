@@ -409,7 +409,7 @@ def test_whatever_a_read_meets_is_refused(tmp_path, monkeypatch):
     with pytest.raises(Refused, match='no longer the image'): store.fetch('a')
     store.add('c', random_adapter(TINY))
     store.versions.clear()
-    def full(pages): raise MemoryError
+    def full(*_): raise MemoryError
     monkeypatch.setattr(store_module, 'pinned', full)
     with pytest.raises(Refused, match='brought into memory .MemoryError'): store.fetch('c')
     assert list(store.folder.known) == ['b']

@@ -1,19 +1,30 @@
 """A base on 2, 4 and 8 simulated devices beside the same on one: JAX takes its number of devices once, so it runs elsewhere."""
-import json, os, subprocess, sys
+import json, os, socket, subprocess, sys
 from pathlib import Path
-import pytest
+import httpx, pytest
+from served import ServerProcess, make_files
 
 HERE = Path(__file__).parent
 
-@pytest.fixture(scope='module')
-def seen(tmp_path_factory):
-    env = os.environ | dict(JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES='8', JAX_ENABLE_COMPILATION_CACHE='0',
+def start(devices, *arguments, **environment):
+    env = os.environ | dict(JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES=str(devices), JAX_ENABLE_COMPILATION_CACHE='0',
                             XLA_FLAGS='--xla_backend_optimization_level=0', # half the time to compile
                             PYTHONPATH=os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get('PYTHONPATH')])]))
-    command = [sys.executable, '-W', 'error::UserWarning', str(HERE / 'mesh.py'), str(tmp_path_factory.mktemp('mesh'))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    command = [sys.executable, '-W', 'error::UserWarning', str(HERE / 'mesh.py'), *map(str, arguments)]
+    return subprocess.Popen(command, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def said(process, status=0): # on standard output, on standard error
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == status, err
+    return out, err
+
+@pytest.fixture(scope='module')
+def seen(tmp_path_factory): return json.loads(said(start(8, tmp_path_factory.mktemp('mesh')))[0])
+
+def start_hosts(folder): # two, with two devices each
+    with socket.create_server(('127.0.0.1', 0)) as free: port = free.getsockname()[1]
+    together = dict(JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}', JAX_NUM_PROCESSES='2')
+    return [start(2, folder, 'hosts', **together, JAX_PROCESS_ID=str(i)) for i in range(2)]
 
 @pytest.mark.parametrize('n', ['2', '4', '8'])
 def test_tokens_are_those_of_one_device(seen, n):
@@ -50,3 +61,36 @@ def test_refused(seen):
     assert said['axes'] == 'the mesh has the axes x; give it one, called model'
     assert "not of {'words': 2048, 'dtype': 'float32', 'devices': 2}; choose another folder" in said['folder']
     for name in ('again', 'closed', 'save'): assert 'lies on 2 devices, and this is done on one' in said[name]
+
+def test_two_hosts_say_what_one_device_says(seen, tmp_path):
+    hosts = start_hosts(tmp_path)
+    try: first, second = map(said, hosts)
+    finally:
+        for process in hosts: process.kill()
+    found = json.loads(first[0].splitlines()[-1]) # the transport has a line of its own
+    assert found['tokens'] == seen['runs']['1']['tokens'] and found['swaps'] > 9
+    assert 'Traceback' not in second[1]
+
+@pytest.mark.slow
+def test_two_hosts_behind_one_address(tmp_path):
+    "As operators start them; the second ends when the first does."
+    files, ask = make_files(tmp_path, ['one']), dict(prompt='several hosts', max_tokens=8, temperature=0)
+    with socket.create_server(('127.0.0.1', 0)) as free: port = free.getsockname()[1]
+    def servers(count, **settings):
+        made = [ServerProcess(tmp_path / f'log-{i}', **files | settings) for i in range(count)]
+        for i, server in enumerate(made):
+            server.env |= dict(JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES='1', XLA_FLAGS='--xla_backend_optimization_level=0')
+            if count > 1: server.env |= dict(JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}', JAX_NUM_PROCESSES='2', JAX_PROCESS_ID=str(i))
+        return made
+    def said(server): # by the base and the adapter
+        post = lambda model: httpx.post(f'{server.url}/v1/completions', json=ask | dict(model=model), timeout=60).json()
+        return [post(model)['choices'][0]['text'] for model in ('tiny', 'one')]
+    alone, = servers(1)
+    with alone: want = said(alone)
+    first, second = servers(2, tp=2, hosts=1)
+    second.launch()
+    try:
+        first.start(600)
+        assert said(first) == want and first.stop() == 0
+        assert second.process.wait(timeout=60) == 0
+    finally: first.kill(), second.kill()

@@ -6,6 +6,7 @@ import jax, numpy as np, pytest
 from jax._src import compiler
 from jax._src.lib import _jax
 from jax.experimental import topologies
+from lorajax.split import AXIS
 
 # What the compiler wants to know of a device: NVIDIA's figures in the text form of XLA's GpuTargetConfigProto
 # (xla/stream_executor/device_description.proto). ACCELERATED_FEATURES makes compute capability 9.0 into sm_90a.
@@ -42,7 +43,10 @@ def target_devices(n, arch='sm_90a'): # of one host
     config = f'gpu_device_info {{ name: "{name}" {COMMON}{facts} }}'
     return np.array(topologies.get_topology_desc(platform='cuda', topology=f'1x1x{n}', target_config=config).devices)
 
-def target(arch): return target_devices(1, arch)[0]
+def named_mesh(n, arch='sm_90a'): # for a program of all of them: such devices don't know their own name
+    name, cores, _ = DEVICES[arch]
+    device = jax.sharding.AbstractDevice(name, cores, 'gpu')
+    return jax.sharding.AbstractMesh((n,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
 
 @contextmanager
 def as_gpu(arch='sm_90a'):
@@ -59,8 +63,8 @@ def shape(dims, dtype, memory='device'):
 def lower_for_cuda(program, *shapes, arch='sm_90a'):
     with as_gpu(arch): return program.trace(*shapes).lower(lowering_platforms=('cuda',))
 
-def compile_for_gpu(lowered, arch='sm_90a', **flags):
+def compile_for_gpu(lowered, arch='sm_90a', n=1, **flags): # n: devices, in the axis of the program's mesh
     "The executable, to be read, not run. `lowered.compile()` would compile for the CPU, hence JAX's internals."
-    options = compiler.get_compile_options(1, 1, device_assignment=np.array([[0]]), env_options_overrides=flags)
-    device = target(arch)
-    return device.client.compile(lowered.compiler_ir('stablehlo'), _jax.DeviceList((device,)), options)
+    options = compiler.get_compile_options(1, n, device_assignment=np.arange(n)[None], env_options_overrides=flags)
+    devices = target_devices(n, arch)
+    return devices[0].client.compile(lowered.compiler_ir('stablehlo'), _jax.DeviceList(tuple(devices)), options)

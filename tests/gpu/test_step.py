@@ -3,7 +3,7 @@ import re
 from functools import partial
 import jax, numpy as np, pytest
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 import lorajax.step as step_module
 from lorajax.arena import Arena, Residents
 from lorajax.base import Base, byte_tokenizer
@@ -12,7 +12,7 @@ from lorajax.model import Decoder, pack
 from lorajax.split import AXIS, EVERYWHERE, WORDS, Split, share, weight_spec
 from lorajax.step import Runner, StepShape, page_layout
 from lorajax.store import ImageFolder, Store
-from deviceless import DEVICES, needs_plugin, target_devices
+from deviceless import named_mesh, needs_plugin, target_devices
 from ladder import aot
 from shapes import SMOLLM2
 
@@ -86,8 +86,7 @@ def one_of_four(tmp_path_factory):
         yield Runner(base, Residents(store, Arena(layout, 20)), list(SHAPES.values()), slots=64, max_rank=64, max_len=1024, paged=True)
 
 def on_four(runner, path, adapters): # the step's program for four H200
-    split, shape_, (name, cores, _) = Split(Mesh(target_devices(4), (AXIS,))), SHAPES[path], DEVICES['sm_90a']
-    named = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(name, cores, 'gpu'))
+    split, shape_ = Split(Mesh(target_devices(4), (AXIS,))), SHAPES[path]
     def whole(x, spec): # of all devices, from what one has
         dims = list(np.shape(x))
         for i, axis in enumerate(spec): dims[i] *= 4 if axis else 1
@@ -100,7 +99,7 @@ def on_four(runner, path, adapters): # the step's program for four H200
     words = jax.ShapeDtypeStruct((PAGES, runner.layout.words), runner.layout.word)
     args = weights, words, own.groups, own.routing, *arrays
     specs = jax.tree_util.tree_map_with_path(spec_of, weights), WORDS, *jax.tree.map(lambda x: EVERYWHERE, args[2:])
-    program = Split(named).each(lambda *own: step_module.step(*own, None, graph, runner.layout, 'lora=pallas,attend_pages=pallas|xla'),
+    program = Split(named_mesh(4)).each(lambda *own: step_module.step(*own, None, graph, runner.layout, 'lora=pallas,attend_pages=pallas|xla'),
                          specs, (EVERYWHERE, EVERYWHERE, WORDS), donate=1)
     return program.lower(*jax.tree.map(whole, args, specs)).compile()
 

@@ -1,10 +1,11 @@
 """What the swap does on a GPU, read from its program; not a notebook cell, as it takes a CUDA compiler."""
 import re
-import jax.numpy as jnp, pytest
-from deviceless import compile_for_gpu, lower_for_cuda, needs_plugin, shape
+import jax, jax.numpy as jnp, numpy as np, pytest
+from deviceless import compile_for_gpu, lower_for_cuda, named_mesh, needs_plugin, shape
 from lorajax.arena import write_pages
 from lorajax.images import PageLayout
 from lorajax.rows import renew
+from lorajax.split import AXIS, EVERYWHERE, WORDS as BY_WORDS, Split
 from shapes import SMOLLM2
 
 needs_plugin()
@@ -60,3 +61,16 @@ def test_rows_are_renewed_in_place():
     size = sum(2 * L * N * 8 * n * 64 for g in tiles.values() for n in g)
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / N
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason='takes four simulated CPU devices: JAX_NUM_CPU_DEVICES=4, as make gpu-check sets it')
+def test_each_of_four_devices_fetches_its_own_words(n):
+    "From page-locked memory, in one asynchronous copy, into its own arena; the arrays are placed on simulated devices, as above."
+    split = Split(jax.sharding.Mesh(np.array(jax.devices()[:4]), (AXIS,)))
+    whole = lambda rows, memory: jax.ShapeDtypeStruct((rows, 4 * WORDS), jnp.uint16, sharding=split.at(BY_WORDS, memory))
+    program = Split(named_mesh(4)).each(write_pages, (BY_WORDS, BY_WORDS, EVERYWHERE), BY_WORDS, donate=0)
+    shapes = whole(P, 'device'), whole(n, 'pinned_host'), jax.ShapeDtypeStruct((n,), jnp.int32, sharding=split.at())
+    executable = compile_for_gpu(program.trace(*shapes).lower(lowering_platforms=('cuda',)), n=4)
+    hlo, memory = executable.hlo_modules()[0].to_string(), executable.get_compiled_memory_stats()
+    assert f'u16[{P},{WORDS}]{{1,0}}, u16[{n},{WORDS}]{{1,0:S(5)}}, s32[{n}]{{0}})->u16[{P},{WORDS}]{{1,0}}' in hlo
+    assert hlo.count(' copy-start(') == 1 and not re.search(r' (all-|reduce-scatter|collective-)', hlo)
+    assert memory.alias_size_in_bytes == P * WORDS * 2 and memory.host_argument_size_in_bytes == n * WORDS * 2
