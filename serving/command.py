@@ -1,6 +1,6 @@
 """The command `lorajax serve`."""
 from __future__ import annotations
-import socket, sys
+import os, socket, sys
 from dataclasses import replace
 from typing import Annotated
 import typer
@@ -11,6 +11,9 @@ from lorajax.hosts import join_hosts
 from .settings import Settings, from_environment
 
 D = Settings()
+RAY = dict(RAY_USAGE_STATS_ENABLED='0', # no reports to its makers
+           RAY_SERVE_THROUGHPUT_OPTIMIZED='1', # replicas talk by gRPC, without detours through Ray's object store
+           RAY_SERVE_ENABLE_DIRECT_INGRESS='0') # its proxy stays, or each stop takes half a minute
 def opt(help:str, default=None, flag:str|None=None):
     said = f'{help} [{default}]' if default not in (None, '') else help
     return typer.Option(*([flag] if flag else []), help=said, show_default=False)
@@ -67,6 +70,7 @@ def serve(
     if ray:
         if settings.hosts: raise Refused('--ray and --hosts do not go together; a replica is one process')
         check_free(host, port)
+        for name, value in RAY.items(): os.environ.setdefault(name, value) # read when Ray is imported, and by its processes
         return needs('serving.ray', 'ray').run(settings, host, port)
     err = Console(stderr=True)
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes

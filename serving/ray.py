@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 import jax, ray
+from grpc.aio import AioRpcError
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
@@ -33,7 +34,7 @@ from .signals import Signals
 log = logging.getLogger('lorajax.serving')
 APP, INGRESS, ENGINE = 'lorajax', 'Ingress', 'Engine' # as Serve calls them
 
-GONE = (RayActorError, ObjectLostError, ReplicaUnavailableError, EngineFailed) # a replica, with what it was doing
+GONE = (RayActorError, ObjectLostError, ReplicaUnavailableError, AioRpcError, EngineFailed) # a replica, with what it did
 STOPPED = 'the replica that gave it has stopped; ask again'
 MOST = 8 # times that a request is sent again, which may itself be what stops its replicas
 
@@ -99,7 +100,8 @@ class Engines:
     async def ask(self, ask:Ask, version:str|None, limit:float) -> Remote: # limit: seconds
         "An answer's beginning. As long as nothing of it has come, it is asked for again when its replica goes."
         end, tries = time.monotonic() + limit, 0
-        to = self.handle.options(method_name='answer', stream=True, multiplexed_model_id=self.affinity and version or '')
+        to = self.handle.options(method_name='answer', stream=True, multiplexed_model_id=self.affinity and version or '',
+                                 request_serialization='pickle', response_serialization='pickle')
         while True:
             response = to.remote(ask, version, end - time.monotonic())
             try: first = await asyncio.wait_for(anext(response), end - time.monotonic())
@@ -130,12 +132,15 @@ class RemoteFleet(Fleet):
     engine: Engines
     broken_there: dict[str, str] = {} # version -> why one of them can't serve it
 
-    async def start(self): await self.follow()
+    async def start(self):
+        self.loop = asyncio.get_running_loop()
+        await self.follow()
 
     def lost(self, version:str) -> bool: return version in self.engine.lost
 
     def _call(self, method, *args): # on the thread for files
-        try: return self.engine.handle.options(method_name=method).remote(*args).result()
+        async def call(): return await self.engine.handle.options(method_name=method).remote(*args)
+        try: return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
         except RayTaskError as e:
             raise e.cause if isinstance(e.cause, Refused) else e
 
@@ -219,8 +224,7 @@ def application(settings:Settings) -> serve.Application:
     return ingress(settings, serve.deployment(EngineReplica, name=ENGINE).options(**scale, **options).bind(settings))
 
 def start_ray(settings:Settings):
-    "The cluster at RAY_ADDRESS, or one of this machine's own, without dashboard and reports to its makers."
-    os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
+    "The cluster at RAY_ADDRESS, or one of this machine's own, without dashboard."
     programs = jax.config.jax_compilation_cache_dir
     if programs: os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', programs) # for replicas too
     if ray.is_initialized() or os.environ.get('RAY_ADDRESS'): return ray.init(ignore_reinit_error=True)

@@ -9,6 +9,7 @@ import served
 from served import complete
 
 pytest.importorskip('ray')
+RAY = pytest.importorskip('serving.command').RAY
 ROOT = Path(__file__).parents[1]
 NAMES = [f'a{i:02}' for i in range(24)]
 PROMPTS = ['hello', 'what now', 'abc']
@@ -38,8 +39,8 @@ class Cluster:
     def __init__(self, folder:Path, **settings):
         self.temp = tempfile.TemporaryDirectory(prefix='ray-', dir='/tmp') # sockets have short paths
         self.server = served.ServerProcess(folder / 'log', '--ray', **settings)
-        self.server.env |= dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT),
-                                JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+        self.server.env |= RAY | dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT),
+                                      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
         self.server.env.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder / 'programs'))
         self.url = self.server.url
 
@@ -80,9 +81,10 @@ def cluster(files, tmp_path_factory):
             yield c
 
 def asked(url, said, n, seed=0):
-    "Requests of a dozen clients for all adapters in turn; each answer is the adapter's own."
+    "Requests of a dozen clients, for all adapters alike; each answer is the adapter's own."
     mine = random.Random(seed)
-    wanted = [(mine.choice(NAMES), mine.choice(PROMPTS), mine.random() < .5) for _ in range(n)]
+    wanted = [(NAMES[i % len(NAMES)], mine.choice(PROMPTS), mine.random() < .5) for i in range(n)]
+    mine.shuffle(wanted)
     with ThreadPoolExecutor(12) as pool:
         texts = list(pool.map(lambda w: complete(url, *w), wanted))
     wrong = [(w, t) for w,t in zip(wanted, texts) if t != said[w[:2]]]
@@ -92,13 +94,14 @@ def swaps(cluster, traffic):
     def count():
         time.sleep(2.5) # seconds in which each ingress asks the engines
         return cluster.metric('lorajax_swaps_total')
+    traffic(24)
     before = count()
-    traffic()
+    traffic(480)
     return count() - before
 
 def test_requests_go_where_their_adapter_is(cluster, said):
-    there = swaps(cluster, lambda: asked(cluster.url, said, 480))
-    anywhere = swaps(cluster, lambda: asked(f'{cluster.url}/anywhere', said, 480))
+    there = swaps(cluster, lambda n: asked(cluster.url, said, n))
+    anywhere = swaps(cluster, lambda n: asked(f'{cluster.url}/anywhere', said, n))
     print(f'swaps of 480 requests: {there:.0f} with affinity, {anywhere:.0f} without')
     assert anywhere >= 5 * there
 
