@@ -14,6 +14,7 @@ from lorajax.base import Base, load_base
 from lorajax.core import Refused, needs
 from lorajax.engine import Config, Engine
 from lorajax.follow import follow
+from lorajax.hosts import leave_hosts
 from lorajax.lifecycle import Follower, ModelFolder
 from lorajax.registry import Registry
 from lorajax.router import Router
@@ -133,6 +134,7 @@ def create_app(settings:Settings|None=None, progress:Callable=lambda shapes: sha
     @asynccontextmanager
     async def lifespan(app:Litestar):
         with ExitStack() as stack:
+            if settings.hosts: stack.callback(leave_hosts)
             base = base_of(settings)
             engine = stack.enter_context(Engine(base, config_of(settings, images_of(settings, base, stack)), progress))
             registry = stack.enter_context(Registry(Path(settings.state) / 'registry.sqlite'))
