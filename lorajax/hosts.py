@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from .core import Refused, quoted
 
 # %% auto #0
-__all__ = ['join_hosts', 'send', 'receive', 'check_alike', 'least', 'Hosts', 'lead', 'enlist', 'orders']
+__all__ = ['join_hosts', 'leave_hosts', 'send', 'receive', 'check_alike', 'least', 'Hosts', 'lead', 'enlist', 'orders']
 
 # %% ../nbs/04c_hosts.ipynb #838dc21e
 def _number(environment, name):
@@ -34,6 +34,8 @@ def join_hosts(environment=os.environ) -> int: # which this process is
         raise Refused(f'this process cannot join the others ({e}); set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and '
                       'JAX_PROCESS_ID') from None
     return jax.process_index()
+
+def leave_hosts(): jax.distributed.shutdown() # waits for the others, so that none of them takes this one for lost
 
 # %% ../nbs/04c_hosts.ipynb #f6ec5102
 def send(to:socket.socket, name:str, arrays): # a tree of NumPy arrays and numbers
@@ -113,8 +115,11 @@ def lead(seconds:float=60.) -> Hosts: # to wait for the others
             except TimeoutError:
                 raise Refused(f'not all hosts came within {seconds:g} seconds; start all of them again') from None
             connection.settimeout(seconds)
-            if hmac.compare_digest(_exactly(connection, len(secret)), secret.encode()): connections.append(connection)
-            else: connection.close()
+            with suppress(OSError):
+                if hmac.compare_digest(_exactly(connection, len(secret)), secret.encode()):
+                    connections.append(connection)
+                    continue
+            connection.close()
     for c in connections:
         c.settimeout(None)
         c.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

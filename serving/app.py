@@ -14,6 +14,7 @@ from lorajax.base import Base, load_base
 from lorajax.core import Refused, needs
 from lorajax.engine import Config, Engine
 from lorajax.follow import follow
+from lorajax.hosts import leave_hosts
 from lorajax.lifecycle import Follower, ModelFolder
 from lorajax.registry import Registry
 from lorajax.router import Router
@@ -136,6 +137,7 @@ def fleet_of(settings:Settings, progress:Callable, stack:ExitStack) -> Fleet:
 async def alone(settings:Settings, progress:Callable) -> AsyncIterator[Service]:
     "A service with an engine of its own."
     with ExitStack() as stack:
+        if settings.hosts: stack.callback(leave_hosts)
         fleet = fleet_of(settings, progress, stack)
         yield Service(settings, fleet.base, fleet.engine, fleet, router_of(settings, stack), Signals())
 

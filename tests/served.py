@@ -84,9 +84,12 @@ class ServerProcess:
         command = [sys.executable, '-c', 'from lorajax.cli import main; main()', 'serve', '--port', str(self.port), *self.flags]
         with open(self.log, 'ab') as out: self.process = subprocess.Popen(command, env=self.env, stdout=out, stderr=out, cwd=Path(__file__).parents[1])
 
-    def start(self, wait=180):
+    def start(self):
         self.launch()
-        end = time.monotonic() + wait
+        return self.wait()
+
+    def wait(self, seconds=180): # until it answers
+        end = time.monotonic() + seconds
         while True:
             assert self.process.poll() is None and time.monotonic() < end, f'the server did not start:\n{self.log.read_text()[-3000:]}'
             with contextlib.suppress(httpx.HTTPError):

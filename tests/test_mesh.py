@@ -76,21 +76,23 @@ def test_two_hosts_behind_one_address(tmp_path):
     "As operators start them; the second ends when the first does."
     files, ask = make_files(tmp_path, ['one']), dict(prompt='several hosts', max_tokens=8, temperature=0)
     with socket.create_server(('127.0.0.1', 0)) as free: port = free.getsockname()[1]
-    def servers(count, **settings):
-        made = [ServerProcess(tmp_path / f'log-{i}', **files | settings) for i in range(count)]
-        for i, server in enumerate(made):
-            server.env |= dict(JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES='1', XLA_FLAGS='--xla_backend_optimization_level=0')
-            if count > 1: server.env |= dict(JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}', JAX_NUM_PROCESSES='2', JAX_PROCESS_ID=str(i))
+    def server(i, count):
+        own = dict(tp=count, hosts=int(count > 1), rows=1, slots=1, max_rank=8, state=tmp_path / f'state-{count}-{i}')
+        made = ServerProcess(tmp_path / f'log-{count}-{i}', **files | own)
+        made.env |= dict(JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES='1', XLA_FLAGS='--xla_backend_optimization_level=0')
+        if count > 1: made.env |= dict(JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}', JAX_NUM_PROCESSES=str(count), JAX_PROCESS_ID=str(i))
+        made.launch()
         return made
-    def said(server): # by the base and the adapter
-        post = lambda model: httpx.post(f'{server.url}/v1/completions', json=ask | dict(model=model), timeout=60).json()
-        return [post(model)['choices'][0]['text'] for model in ('tiny', 'one')]
-    alone, = servers(1)
-    with alone: want = said(alone)
-    first, second = servers(2, tp=2, hosts=1)
-    second.launch()
+    def said(first): # by the base and the adapter
+        first.wait(600)
+        post = lambda model: httpx.post(f'{first.url}/v1/completions', json=ask | dict(model=model), timeout=60).json()
+        found = [post(model)['choices'][0]['text'] for model in ('tiny', 'one')]
+        first.stop()
+        return found
+    started = [server(0, 1), server(0, 2), server(1, 2)]
     try:
-        first.start(600)
-        assert said(first) == want and first.stop() == 0
+        alone, first, second = started
+        assert said(first) == said(alone)
         assert second.process.wait(timeout=60) == 0
-    finally: first.kill(), second.kill()
+    finally:
+        for one in started: one.kill()
