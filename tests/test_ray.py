@@ -96,13 +96,13 @@ def swaps(cluster, traffic):
         return cluster.metric('lorajax_swaps_total')
     traffic(24)
     before = count()
-    traffic(480)
+    traffic(240)
     return count() - before
 
 def test_requests_go_where_their_adapter_is(cluster, said):
     there = swaps(cluster, lambda n: asked(cluster.url, said, n))
     anywhere = swaps(cluster, lambda n: asked(f'{cluster.url}/anywhere', said, n))
-    print(f'swaps of 480 requests: {there:.0f} with affinity, {anywhere:.0f} without')
+    print(f'swaps of 240 requests: {there:.0f} with affinity, {anywhere:.0f} without')
     assert anywhere >= 5 * there
 
 def test_what_changes_at_run_time_is_served_by_all(cluster, said):
@@ -125,7 +125,7 @@ def test_a_replica_that_dies_loses_nothing_whole(cluster, said):
     "Non-streaming requests come to their right end; streams that had begun end with an error that says why."
     engines = cluster.engines()
     assert len(engines) == 3
-    stop, seen = threading.Event(), []
+    stop, seen, ends = threading.Event(), [], []
     def work(seed):
         mine = random.Random(seed)
         while not stop.is_set():
@@ -138,20 +138,21 @@ def test_a_replica_that_dies_loses_nothing_whole(cluster, said):
             with httpx.stream('POST', f'{cluster.url}/v1/completions', json=body, timeout=120) as r:
                 lines = [line.removeprefix('data: ') for line in r.iter_lines() if line]
             ends.append(lines[-1] if lines[-1] == '[DONE]' else json.loads(lines[-1])['error'])
-    ends = []
-    threads = [threading.Thread(target=w, args=(i,)) for i in range(6) for w in (work, watch)]
+    def broken(): return [e for e in ends if e != '[DONE]']
+    threads = [threading.Thread(target=w, args=(i,)) for i in range(6) for w in (work, watch, watch)]
     for t in threads: t.start()
     time.sleep(3)
     before = len(seen)
-    engines[0].kill()
-    time.sleep(4)
+    for engine in engines: # the first one that has a stream just then is the last
+        engine.kill()
+        time.sleep(4)
+        if broken(): break
     stop.set()
     for t in threads: t.join(180)
     assert before and len(seen) > before + 6 and all(seen), Counter(seen)
-    broken = [e for e in ends if e != '[DONE]']
-    assert broken and {(e['code'], e['message']) for e in broken} == {
+    assert {(e['code'], e['message']) for e in broken()} == {
         ('generation_failed', 'the answer broke off: the replica that gave it has stopped; ask again')}
-    assert len(broken) < len(ends)
+    assert len(broken()) < len(ends)
 
 def test_it_stops_cleanly(cluster):
     "What runs may end first; nothing stays behind."
