@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import track
 from lorajax.core import Refused, needs
 from lorajax.hosts import join_hosts
+from lorajax.split import split_over
 from .settings import Settings, from_environment
 
 D = Settings()
@@ -54,7 +55,8 @@ def serve(
     Every setting may also be given as an environment variable: LORAJAX_MODEL and so on; serving/README.md lists them all.
     """
     given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots,
-                 max_rank=max_rank, max_len=max_len, tp=tp, hosts=hosts, memory=memory, queue=queue, api_keys=api_keys, strict=strict, cache=cache)
+                 max_rank=max_rank, max_len=max_len, tp=tp, hosts=hosts, memory=memory, queue=queue, api_keys=api_keys,
+                 strict=strict, cache=cache)
     settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
     app.set_up_logs(log_level)
@@ -64,6 +66,7 @@ def serve(
         print(f'lorajax: this is host {first}, which follows host 0', file=sys.stderr)
         return app.follow_first(settings, bar)
     check_free(host, port)
+    if settings.tp > 1: split_over(settings.tp) # refuses more devices than there are
     made = app.create_app(settings, bar)
     print(f'lorajax: loading {settings.model}; the first start also compiles, which takes a minute or two', file=sys.stderr)
     def ready(app):
