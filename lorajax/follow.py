@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import jax, numpy as np
 from .base import Base
 from .engine import Config, machine, on_all_hosts
-from .hosts import enlist, orders
+from .hosts import READY, enlist, orders
 from .step import Runner
 from .store import Chunks, pinned
 
@@ -48,6 +48,7 @@ def follow(
     connection, images = enlist(), {}
     with TemporaryDirectory(prefix='lorajax-') as folder:
         residents, runner = machine(base, config, folder, progress)
+        connection.sendall(READY)
         try:
             for name, arrays in orders(connection): obey(runner, images, name, arrays)
         finally:

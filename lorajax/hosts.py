@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from .core import Refused, quoted
 
 # %% auto #0
-__all__ = ['join_hosts', 'leave_hosts', 'send', 'receive', 'check_alike', 'least', 'Hosts', 'lead', 'enlist', 'orders']
+__all__ = ['READY', 'join_hosts', 'leave_hosts', 'send', 'receive', 'check_alike', 'least', 'Hosts', 'lead', 'enlist', 'orders']
 
 # %% ../nbs/04c_hosts.ipynb #838dc21e
 def _number(environment, name):
@@ -76,13 +76,19 @@ def _told(text=''): # what process 0 says, on every host
     buffer[:len(text)] = list(text.encode())
     return bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b'\0').decode()
 
+READY = b'!'
+
 class Hosts:
     "The other hosts, as process 0 sees them. Threads may share it."
     def __init__(self, connections:list[socket.socket]): # one to each
         self.connections, self.begun, self.lock = connections, False, threading.Lock()
         self.gone = deque() # numbers of what they needn't keep any more
 
-    def begin(self): self.begun = True # so far, all did the same by themselves
+    def begin(self): # so far, all did the same by themselves
+        "Waits until the others have compiled what this one has."
+        if not all(_exactly(connection, len(READY)) for connection in self.connections):
+            raise ConnectionError('another host has gone before it was ready; start all of them again')
+        self.begun = True
 
     def tell(self, name:str, *arrays):
         "Has the others do an operation, after all that they were told before."
@@ -98,7 +104,7 @@ class Hosts:
             raise ConnectionError(f'another host has gone ({e.strerror}); start all of them again') from None
 
     def close(self):
-        self.begin()
+        self.begun = True
         with suppress(ConnectionError): self.tell('stop')
         for connection in self.connections: connection.close()
 

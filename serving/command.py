@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import track
 from lorajax.core import Refused, needs
 from lorajax.hosts import join_hosts
+from lorajax.split import split_over
 from .settings import Settings, from_environment
 
 D = Settings()
@@ -78,6 +79,7 @@ def serve(
         print(f'lorajax: this is host {first}, which follows host 0', file=sys.stderr)
         return app.follow_first(settings, bar)
     check_free(host, port)
+    if settings.tp > 1: split_over(settings.tp) # refuses more devices than there are
     made = app.create_app(settings, bar)
     print(f'lorajax: loading {settings.model}; the first start also compiles, which takes a minute or two', file=sys.stderr)
     def ready(app):

@@ -1,5 +1,5 @@
 "Not notebook cells: the real engine runs the same trace, a loop steps every row, and public traces."
-import csv, json, math, random, subprocess, sys
+import csv, gc, json, math, random, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest
@@ -326,3 +326,15 @@ def test_the_real_traces_run(shared_data):
     asked = real_traffic(shared_data, hours=.1, follow=.7)
     f = simulate(asked, prefetched(paged(EIGHT, {f'a{i}': 16 for i in range(200)})))
     assert f.requests == len(asked) and .3 < f.hits.rate < .7
+
+def test_a_run_leaves_no_cycles_behind():
+    "It runs without their collector, in an arena that evicts all the time."
+    asked, was = traffic(30, 8, 40), gc.isenabled()
+    group = replace(prefetched(paged(EIGHT, RANKS)), pages=1500)
+    gc.collect()
+    gc.disable()
+    try:
+        assert simulate(asked, group).swaps > 40
+        assert gc.collect() == 0
+    finally:
+        if was: gc.enable()

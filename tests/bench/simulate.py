@@ -7,7 +7,7 @@ fleet: 1,000 a second over 100 groups. placement: a Llama 3 8B on each of eight 
 by the first half of the requests, simulated on the second. engine: prices fitted to the steps of SmolLM2 under one load
 foretell the throughput under another; their runs take turns, as quiet.py says, each with prompts that nobody has seen.
 """
-import argparse, gc, json, os, statistics, sys, time
+import argparse, json, os, statistics, sys, time
 from collections import Counter
 from dataclasses import replace
 from datetime import datetime
@@ -58,8 +58,6 @@ def policies(args):
 def speed(args):
     asked = traffic(3600 * args.hours, 50, 200)
     group = prefetched(paged(Roofline(LLAMA8, devices=4), ranks(200)))
-    gc.collect()
-    gc.freeze() # what was made up beforehand isn't looked through again and again
     start, cpu = time.perf_counter(), time.process_time()
     f = simulate(seen(asked, 'simulating'), group)
     print(f'{args.hours} h at 50 requests/s: {f.requests} requests, {f.new_tokens} tokens, {f.steps} steps in '
