@@ -1,8 +1,8 @@
 """Replicas on Ray Serve. `lorajax serve --ray` and `serve run serving.ray:app` start them.
 
 The ingress is the plain server with its keys, limits, router and audit log; its engines are replicas of another deployment.
-If each replica were an ingress too, a proxy would choose one before anybody has read the request. Here a request's version is
-known before its replica is chosen, for `auto` and in rollouts too, and Serve's multiplexing sends it to an engine that has it.
+If each replica were an ingress too, a proxy would choose one before anybody has read the request. Here a request's version
+is known before its replica is chosen, for `auto` and in rollouts too, so Serve's multiplexing finds an engine that has it.
 """
 from __future__ import annotations
 import asyncio, logging, os, signal, sys, time

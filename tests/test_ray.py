@@ -59,7 +59,8 @@ class Cluster:
 
     def __enter__(self):
         self.run(COMPILED)
-        self.server.start(wait=300)
+        self.server.launch()
+        self.server.wait(300)
         return self
 
     def __exit__(self, *error):
