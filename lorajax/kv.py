@@ -49,7 +49,7 @@ def without_copy(
     return replace(prefix, source=None, computed=len(prefix.blocks) * block)
 
 # %% ../nbs/08_kv.ipynb #cb5d8145
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Table:
     "The pages of one running sequence. Others read it; only `KV` writes to it."
     version: str | None # of the request

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import count
-from math import isfinite
+from math import inf
 from operator import attrgetter
 from .core import Refused, quoted
 
@@ -18,7 +18,7 @@ from .core import Refused, quoted
 __all__ = ['Holding', 'Idle', 'NoRoom', 'Pages', 'page_map']
 
 # %% ../nbs/05_pages.ipynb #cdad41ab
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Holding:
     "Something kept on the device. Others read it; only this module writes to it."
     key: Hashable # what it is found by
@@ -134,15 +134,15 @@ def _usable(pages:Pages, key:Hashable) -> Holding:
 def _take(pages, key, n, tenant, cost, parts):
     "See `Pages.take`."
     assert key not in pages.holdings, f'{key!r} is held already; use it, or if it was dropped, keep it'
-    assert isinstance(n, int) and isfinite(cost) and min(n, cost) >= 0, \
+    assert isinstance(n, int) and n >= 0 and 0 <= cost < inf, \
         f'{key!r}: n={n}, cost={cost}; n must be whole and cost finite, and neither negative'
     h = Holding(key, tenant, cost, tuple(_usable(pages, part) for part in parts), uses=1, pins=1)
     _check_room(pages, key, n, h.parts)
     _pin(pages, h.parts)
     for part in h.parts: part.dependents += 1
     evicted = []
-    while pages.free < n: evicted += _leave(pages, pages._idle.first())
-    h.pages = tuple(pages._free.pop() for _ in range(n))
+    while len(pages._free) < n: evicted += _leave(pages, pages._idle.first())
+    h.pages = tuple([pages._free.pop() for _ in range(n)])
     pages.holdings[key] = h
     return h.pages, evicted
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 from .core import Refused, quoted
 from .kv import Table
@@ -32,7 +33,7 @@ class Request:
     sampling: object = None # how tokens are drawn; the engine's business
 
     def __post_init__(self): _check_request(self)
-    @property
+    @cached_property
     def tokens(self) -> tuple[int, ...]: return (ROUTING_TOKEN,) * self.routing_token + self.prompt
     @property
     def longest(self) -> int: return len(self.tokens) + self.max_new_tokens # positions, if it isn't stopped before
@@ -55,7 +56,7 @@ def _check_request(r:Request):
         raise Refused(f'request {quoted(r.id)}: invocation={r.invocation}; it is from 0 to {len(r.prompt)} here')
 
 # %% ../nbs/14_plan.ipynb #363810fd
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     "One answer in the making. Others read it; only the scheduler writes to it."
     request: Request

@@ -122,11 +122,11 @@ def _preempt(sched:Scheduler, s:Sequence):
     s.computed, s.preemptions, s.ends_before, s.waits = 0, s.preemptions + 1, sched.ends, 'preempted'
     sched.waiting.append(s)
 
-def _grow_running(sched:Scheduler) -> list[Sequence]: # preempted
+def _grow_running(sched:Scheduler, growing:list[Sequence]) -> list[Sequence]: # preempted
     "Pages for everyone's next token; the last in the order pay for it."
     lost = []
     block = sched.kv.block
-    for s in [s for s in sched.running if len(s.tokens) > len(s.table.blocks) * block]:
+    for s in [s for s in growing if len(s.tokens) > len(s.table.blocks) * block]:
         while s.table and not sched.kv.grow(s.table, len(s.tokens)):
             lost.append(sched.running[-1])
             _preempt(sched, lost[-1])
@@ -184,9 +184,10 @@ def _submit(sched, request):
 # %% ../nbs/14b_scheduler.ipynb #a857fa22
 def _plan(sched, now, without):
     "See `Scheduler.plan`."
-    before, ends = [*sched.running, *sched.waiting], sched.ends
+    running = [s for s in sched.running if s not in without]
+    before, ends = [*running, *sched.waiting], sched.ends
     for s in [s for s in before if s.request.deadline <= now]: _end(sched, s, 'deadline')
-    preempted, started = _grow_running(sched), _start_waiting(sched)
+    preempted, started = _grow_running(sched, [s for s in running if s.table]), _start_waiting(sched)
     copies = tuple((s.table.source.pages[0], s.table.pages[s.table.published]) for s in started if s.table.source)
     number, sched.steps = sched.steps, sched.steps + 1
     return Plan(number, copies=copies, preempted=tuple(preempted), ended=tuple(s for s in before if s.finished) if sched.ends > ends else (),
