@@ -55,7 +55,7 @@ class Config:
 
 def default_memory() -> int: # bytes
     "Nine tenths of what is free on a GPU; half a gigabyte on a CPU, which shares it with everything else."
-    facts = jax.devices()[0].memory_stats() if jax.default_backend() == 'gpu' else None
+    facts = jax.local_devices()[0].memory_stats() if jax.default_backend() == 'gpu' else None
     return int(.9 * (facts['bytes_limit'] - facts['bytes_in_use'])) if facts else 512 << 20
 
 # %% ../nbs/15_engine.ipynb #5df40711
@@ -355,7 +355,10 @@ class Engine:
         if base.split.several_hosts: base = replace(base, split=replace(base.split, hosts=lead()))
         self.base, self.config, self.names, self.failed = base, config, Names(), None
         self._temporary = None if config.folder else tempfile.TemporaryDirectory(prefix='lorajax-')
-        self.residents, self.runner = machine(base, config, config.folder or self._temporary.name, progress)
+        try: self.residents, self.runner = machine(base, config, config.folder or self._temporary.name, progress)
+        except BaseException:
+            if base.split.hosts: base.split.hosts.close()
+            raise
         self.store, max_len = self.residents.store, min(config.max_len, base.config.max_len)
         self.kv = KV(self.residents.pages, self.runner.layout.block, left=self.residents.forget)
         most = config.rows + max(p * s for p,s in config.chunks)

@@ -4,7 +4,7 @@
 
 # %% ../nbs/04c_hosts.ipynb #d998fa07
 from __future__ import annotations
-import hashlib, hmac, json, os, secrets, socket, threading
+import hashlib, hmac, json, os, secrets, socket, threading, time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -108,19 +108,23 @@ class Hosts:
         with suppress(ConnectionError): self.tell('stop')
         for connection in self.connections: connection.close()
 
+def _listening(host:str) -> socket.socket:
+    "At this address, or at all that the machine has if it's '' or not the machine's own."
+    with suppress(OSError): return socket.create_server((host, 0), family=socket.AF_INET6 if ':' in host else socket.AF_INET)
+    return socket.create_server(('', 0))
+
 def lead(seconds:float=60.) -> Hosts: # to wait for the others
     "The connections of process 0."
-    host = os.environ.get('JAX_COORDINATOR_ADDRESS', '').rpartition(':')[0].strip('[]') or socket.gethostname()
-    secret = secrets.token_hex(16)
-    with socket.create_server((host, 0)) as server:
-        _told(f'{host} {server.getsockname()[1]} {secret}')
-        server.settimeout(seconds)
-        connections = []
+    given, secret = os.environ.get('JAX_COORDINATOR_ADDRESS', '').rpartition(':')[0].strip('[]'), secrets.token_hex(16)
+    with _listening(given) as server:
+        _told(f'{given or socket.gethostname()} {server.getsockname()[1]} {secret}')
+        connections, end = [], time.monotonic() + seconds
         while len(connections) < jax.process_count() - 1:
+            server.settimeout(max(.1, end - time.monotonic()))
             try: connection, _ = server.accept()
             except TimeoutError:
                 raise Refused(f'not all hosts came within {seconds:g} seconds; start all of them again') from None
-            connection.settimeout(seconds)
+            connection.settimeout(5.)
             with suppress(OSError):
                 if hmac.compare_digest(_exactly(connection, len(secret)), secret.encode()):
                     connections.append(connection)

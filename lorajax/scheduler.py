@@ -190,7 +190,8 @@ def _plan(sched, now, without):
     preempted, started = _grow_running(sched, [s for s in running if s.table]), _start_waiting(sched)
     copies = tuple((s.table.source.pages[0], s.table.pages[s.table.published]) for s in started if s.table.source)
     number, sched.steps = sched.steps, sched.steps + 1
-    return Plan(number, copies=copies, preempted=tuple(preempted), ended=tuple(s for s in before if s.finished) if sched.ends > ends else (),
+    ended = tuple(s for s in before if s.finished) if sched.ends > ends else ()
+    return Plan(number, copies=copies, preempted=tuple(preempted), ended=ended,
                 waiting=tuple((s, s.waits) for s in sched.waiting), **_rows(sched, without))
 
 # %% ../nbs/14b_scheduler.ipynb #499b723a

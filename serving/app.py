@@ -3,7 +3,9 @@ from __future__ import annotations
 import fcntl, itertools, json, logging, re, secrets, sys, time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+import jax
 from litestar import Litestar, Request, Response, get
 from litestar.datastructures import State
 from litestar.middleware import ASGIMiddleware
@@ -124,7 +126,7 @@ def base_of(settings:Settings) -> Base: return load_base(settings.model, setting
 
 def follow_first(settings:Settings, progress:Callable):
     "What a host other than the first does, until the first one stops."
-    check(settings)
+    check(replace(settings, adapters='', roots='')) # which the first has
     follow(base_of(settings), config_of(settings), progress)
 
 def fleet_of(settings:Settings, progress:Callable, stack:ExitStack) -> Fleet:
@@ -148,6 +150,11 @@ def create_app(
 ) -> Litestar:
     "An app that makes its service when it starts and closes it when it stops."
     check(settings := settings or from_environment())
+    if made is alone and max(settings.replicas, settings.most_replicas) > 1:
+        raise Refused(f'replicas={settings.replicas}, most_replicas={settings.most_replicas}; more than one are started by '
+                      '`lorajax serve --ray`')
+    if settings.hosts and jax.process_count() == 1:
+        raise Refused('hosts=1, and this process is the only one; several are started by `lorajax serve --hosts`')
     keys = Keys(read_keys(settings.api_keys) if settings.api_keys else [], settings.admin_key)
 
     @asynccontextmanager

@@ -75,8 +75,8 @@ def serve(
         return needs('serving.ray', 'ray').run(settings, host, port)
     err = Console(stderr=True)
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
-    if settings.hosts and (first := join_hosts()):
-        print(f'lorajax: this is host {first}, which follows host 0', file=sys.stderr)
+    if settings.hosts and (number := join_hosts()):
+        print(f'lorajax: this is host {number}, which follows host 0', file=sys.stderr)
         return app.follow_first(settings, bar)
     check_free(host, port)
     if settings.tp > 1: split_over(settings.tp) # refuses more devices than there are

@@ -58,8 +58,10 @@ class Remote:
                 piece = await anext(self.rest)
         except GONE as e:
             log.warning('an answer broke off: %s', type(e).__name__)
-            for i in sorted(self.left): yield Event(i, finish='error', error=STOPPED)
+            gone = sorted(self.left)
             self.left.clear()
+            for i in gone: yield Event(i, finish='error', error=STOPPED)
+        finally: self.cancel()
 
 def total(reports:list[Report], ever:list[Report]) -> Stats: # ever: the last report of each that there was
     "The engines as one. What is counted since the start includes those that are gone."
@@ -130,7 +132,7 @@ class Engines:
 class RemoteFleet(Fleet):
     "The adapters of all replicas: each follows the registry, and this one tells them when there is something to follow."
     engine: Engines
-    broken_there: dict[str, str] = {} # version -> why one of them can't serve it
+    broken_there: dict[str, str] = {} # version -> why none of them can serve it
 
     async def start(self):
         self.loop = asyncio.get_running_loop()
@@ -153,7 +155,8 @@ class RemoteFleet(Fleet):
 
     async def _follow(self):
         told = await self.engine.handle.broadcast('follow').results_async(return_exceptions=True)
-        self.broken_there = {k: v for d in told if isinstance(d, dict) for k,v in d.items()}
+        told = [d for d in told if isinstance(d, dict)]
+        self.broken_there = {k: v for d in told for k,v in d.items() if all(k in other for other in told)}
         await super()._follow()
 
     def _restore(self, version:str):
@@ -214,6 +217,7 @@ def ingress(
 def application(settings:Settings) -> serve.Application:
     "Ingress and engines."
     check(settings)
+    if settings.hosts: raise Refused('hosts=1; a replica is one process')
     gpus = settings.tp if ray.is_initialized() and ray.cluster_resources().get('GPU') else 0
     scale = dict(num_replicas=settings.replicas)
     if settings.most_replicas > settings.replicas:
@@ -223,26 +227,33 @@ def application(settings:Settings) -> serve.Application:
                    logging_config=QUIET, health_check_period_s=1., graceful_shutdown_timeout_s=30.)
     return ingress(settings, serve.deployment(EngineReplica, name=ENGINE).options(**scale, **options).bind(settings))
 
-def start_ray(settings:Settings):
+def start_ray(settings:Settings) -> bool: # whether it was started for this
     "The cluster at RAY_ADDRESS, or one of this machine's own, without dashboard."
     programs = jax.config.jax_compilation_cache_dir
     if programs: os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', programs) # for replicas too
-    if ray.is_initialized() or os.environ.get('RAY_ADDRESS'): return ray.init(ignore_reinit_error=True)
+    if ray.is_initialized() or os.environ.get('RAY_ADDRESS'):
+        ray.init(ignore_reinit_error=True)
+        return False
     cpus = max(os.cpu_count() or 1, settings.replicas, settings.most_replicas)
-    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20)
+    ray.init('local', num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20)
+    return True
 
 def run(settings:Settings, host:str, port:int):
     "Serves until it is told to stop."
-    start_ray(settings)
+    where = dict(state=settings.state, adapters=settings.adapters) # for processes that are started elsewhere
+    settings = replace(settings, **{name: str(Path(path).absolute()) for name,path in where.items() if path})
+    own = start_ray(settings)
     signal.signal(signal.SIGTERM, signal.default_int_handler) # as Ctrl-C
     try:
         serve.start(http_options=dict(host=host, port=port))
         serve.run(application(settings), name=APP, route_prefix='/')
         print(f'lorajax: http://{host}:{port} answers, with {settings.replicas} replicas (Ctrl-C stops)', file=sys.stderr)
         while True: time.sleep(3600)
-    except KeyboardInterrupt: serve.delete(APP) # what runs may end; a shutdown closes its connections
+    except KeyboardInterrupt: pass
+    except RuntimeError as e: raise Refused(f'Ray Serve could not start the server ({str(e).splitlines()[0]})') from None
     finally:
-        serve.shutdown()
+        serve.delete(APP) # what runs may end; a shutdown closes its connections
+        if own: serve.shutdown() # others may have applications on a cluster that was there
         ray.shutdown()
 
 def __getattr__(name): # `app` is made when it is asked for

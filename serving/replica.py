@@ -101,6 +101,7 @@ class EngineReplica:
             got, first = [], None
             async for events in batches(stream):
                 first = first or time.monotonic()
+                if any(e.finish == 'error' for e in events): self.check_health() # asked for again, if nothing came yet
                 if ask.stream: yield Piece(tuple(events), len(stream.prompt), stream.cached)
                 else: got += events
             if ask.stream: return

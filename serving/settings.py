@@ -58,7 +58,8 @@ def _read(name:str, kind:str, text:str):
 
 def check(s:Settings):
     "Refuses values that no server could run with, before anything is loaded."
-    limits = dict(rows=1, slots=1, max_rank=1, max_len=2, queue=0, outside=0, tp=1, memory=0, max_body=1, replicas=1, most_replicas=0)
+    limits = dict(rows=1, slots=1, max_rank=1, max_len=2, queue=0, outside=0, tp=1, memory=0, max_body=1, replicas=1,
+                  most_replicas=0)
     for name, least in limits.items():
         if getattr(s, name) < least: raise Refused(f'{name}={getattr(s, name)}; it must be at least {least}')
     if not 0 <= s.cache <= 1: raise Refused(f'cache={s.cache}; it must be a similarity from 0 to 1, and 0 for none')

@@ -136,8 +136,8 @@ def test_nobody_is_there():
 # ---- public traces
 
 def test_a_placement_by_the_past_is_worth_something_on_the_traces(shared_data):
-    """An 8B on each of eight A100s under a load that they just bear. Placed by the first requests, half of whose successors
-    ask for adapters that were never seen before; these go by their hash."""
+    """An 8B on each of eight A100s under a load that they just bear. Placed by the first half of the requests; of the
+    second, those for adapters never seen before go by their hash."""
     asked = real_traffic(shared_data, 874, times=8, hours=.1, follow=.9)
     half = len(asked) // 2
     ranks = {f'a{i}': (8, 8, 8, 8, 16, 8, 8, 8, 8, 64)[i % 10] for i in range(874)}

@@ -60,7 +60,10 @@ class Cluster:
     def __enter__(self):
         self.run(COMPILED)
         self.server.launch()
-        self.server.wait(300)
+        try: self.server.wait(300)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error):
@@ -104,7 +107,7 @@ def test_requests_go_where_their_adapter_is(cluster, said):
     there = swaps(cluster, lambda n: asked(cluster.url, said, n))
     anywhere = swaps(cluster, lambda n: asked(f'{cluster.url}/anywhere', said, n))
     print(f'swaps of 240 requests: {there:.0f} with affinity, {anywhere:.0f} without')
-    assert anywhere >= 5 * there
+    assert anywhere > 40 and anywhere >= 5 * there
 
 def test_what_changes_at_run_time_is_served_by_all(cluster, said):
     post = lambda path, **body: httpx.post(f'{cluster.url}/v1/{path}', json=body, timeout=60)
