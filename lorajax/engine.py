@@ -358,9 +358,10 @@ class Engine:
         try: self.residents, self.runner = machine(base, config, config.folder or self._temporary.name, progress)
         except BaseException:
             if base.split.hosts: base.split.hosts.close()
+            if self._temporary: self._temporary.cleanup()
             raise
         self.store, max_len = self.residents.store, min(config.max_len, base.config.max_len)
-        self.kv = KV(self.residents.pages, self.runner.layout.block, left=self.residents.forget)
+        self.kv = KV(self.residents.pages, self.residents.arena.layout.block, left=self.residents.forget)
         most = config.rows + max(p * s for p,s in config.chunks)
         limits = Limits(config.rows, config.chunks, most, config.slots, max_len, config.overtakes)
         self.scheduler = Scheduler(self.kv, self.residents, limits)
