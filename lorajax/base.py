@@ -26,8 +26,8 @@ from .tokenizer_files import tokenizer_from_gguf, tokenizer_from_hf
 from .weights import BaseFiles
 
 # %% auto #0
-__all__ = ['DTYPES', 'RECORD', 'Base', 'open_base', 'load_base', 'divided', 'save_base', 'restore_base', 'byte_tokenizer',
-           'random_base']
+__all__ = ['DTYPES', 'RECORD', 'Base', 'open_base', 'load_base', 'divided', 'save_base', 'base_config', 'restore_base',
+           'byte_tokenizer', 'random_base']
 
 # %% ../nbs/09f_base.ipynb #05df142e
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,7 +104,7 @@ def load_base(
     "The base in these files, on the default device or on those of the mesh."
     if dtype not in (None, *DTYPES): raise Refused(f'dtype={dtype!r}; choose one of {", ".join(DTYPES)}')
     split = split_over(mesh)
-    if path != 'smollm2' and (Path(path) / RECORD).is_file(): return restore_base(path, dtype, name, split)
+    if _is_kept(path): return restore_base(path, dtype, name, split)
     files = open_base(path)
     share(files.config, split.n) # refuses before minutes are spent on reading
     tokenizer = (tokenizer_from_hf(files.path, files.eos_ids) if files.kind == 'hf' else
@@ -152,6 +152,8 @@ def _config(d): # the config of a record
     scaling = d['rope_scaling'] and RopeScaling(**d['rope_scaling'])
     return ModelConfig(**d | dict(windows=tuple(d['windows']), rope_scaling=scaling))
 
+def _is_kept(path): return path != 'smollm2' and (Path(path) / RECORD).is_file() # by `save_base`
+
 def _seal(record): # of all its fields but the seal
     fields = {k: v for k,v in record.items() if k != 'seal'}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -188,14 +190,19 @@ def _read_record(path):
     return record
 
 def _restore_weights(path, split): # the tree of arrays, on the default device, or on the host for others to share
-    here = split.at() if split.mesh is None else jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
-    target = lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=here)
+    def target(m):
+        if split.mesh is not None: return np.empty(m.shape, m.dtype)
+        return jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=split.at())
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             held = checkpointer.metadata(path).item_metadata.tree
             return checkpointer.restore(path, jax.tree.map(target, held))
     except Exception as e: # Orbax and TensorStore raise many kinds for a damaged checkpoint
         raise Refused(f'{path} is missing or damaged ({quoted(str(e))}); save the base again') from None
+
+def base_config(path:str|Path) -> ModelConfig: # path: as for `load_base`
+    "The shapes of a base, without its weights."
+    return _config(_read_record(Path(path))['config']) if _is_kept(path) else open_base(path).config
 
 def restore_base(
     path:str|Path, # a directory from `save_base`

@@ -19,7 +19,7 @@ from rich.text import Text
 from safetensors import safe_open
 from . import __version__
 from .adapters import check_name
-from .base import DTYPES, load_base, open_base, save_base
+from .base import DTYPES, base_config, load_base, save_base
 from .capacity import DEVICES, JAX_TAKES, device_bytes, plan_capacity, rank_counts
 from .cli_train import add_merge, add_train
 from .core import Refused, Sampling, needs, read_json
@@ -325,7 +325,7 @@ def verify(
 # %% ../nbs/20_cli.ipynb #08457016
 def _shape_of(model): # ModelConfig
     file = Path(model) / 'config.json' if Path(model).is_dir() else Path(model)
-    if file.suffix != '.json': return open_base(model).config
+    if file.suffix != '.json' or Path(model).is_dir() and not file.exists(): return base_config(model)
     return read_hf_config(read_json(file, 'give the directory of a Hugging Face model, its config.json, or a .gguf file'))
 
 @app.command()

@@ -46,12 +46,10 @@ class JsonLines(logging.Formatter):
         if record.exc_info: facts['error'] = self.formatException(record.exc_info)
         return json.dumps(facts, ensure_ascii=False)
 
-def set_up_logs(level:str='info'):
+def set_up_logs(level:str): # one of `settings.LEVELS`
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger('lorajax')
     handler.setFormatter(JsonLines())
     logger.handlers[:], logger.propagate = [handler], False # or a handler of the root says it all again
-    if level.upper() not in logging.getLevelNamesMapping():
-        raise Refused(f'log level {level!r} is not known; choose debug, info, warning or error')
     logger.setLevel(level.upper())
 
 class Entrance(ASGIMiddleware):
@@ -159,13 +157,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app:Litestar):
-        async with made(settings, progress) as service:
-            app.state.service, app.state.limits = service, Limits(settings.redis)
-            app.state.cache = SemanticCache(settings.cache, settings.cache_ttl) if settings.cache else None
-            async with serving(service):
-                log.info('ready: %s with %d adapters', service.base.name, len(service.fleet.current.names))
-                yield
-            await app.state.limits.close()
+        try:
+            async with made(settings, progress) as service:
+                app.state.service, app.state.limits = service, Limits(settings.redis)
+                app.state.cache = SemanticCache(settings.cache, settings.cache_ttl) if settings.cache else None
+                async with serving(service):
+                    log.info('ready: %s with %d adapters', service.base.name, len(service.fleet.current.names))
+                    yield
+                await app.state.limits.close()
+        except Refused as e:
+            app.state.refused = str(e) # for whoever started the app
+            raise
 
     plugins = []
     if settings.otel:
@@ -180,5 +182,6 @@ def create_app(
 
 def __getattr__(name): # `app` is made when it is asked for, not when a test imports the module
     if name != 'app': raise AttributeError(name)
-    set_up_logs()
-    return create_app()
+    check(settings := from_environment())
+    set_up_logs(settings.log_level)
+    return create_app(settings)

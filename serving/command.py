@@ -1,20 +1,29 @@
 """The command `lorajax serve`."""
 from __future__ import annotations
-import os, socket, sys
+import logging, os, socket, sys
 from dataclasses import replace
 from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import track
+from lorajax.base import base_config
 from lorajax.core import Refused, needs
 from lorajax.hosts import join_hosts
-from lorajax.split import split_over
-from .settings import Settings, from_environment
+from lorajax.split import share, split_over
+from .settings import Settings, check, from_environment
 
 D = Settings()
 RAY = dict(RAY_USAGE_STATS_ENABLED='0', # no reports to its makers
            RAY_SERVE_THROUGHPUT_OPTIMIZED='1', # replicas talk by gRPC, without detours through Ray's object store
-           RAY_SERVE_ENABLE_DIRECT_INGRESS='0') # its proxy stays, or each stop takes half a minute
+           RAY_SERVE_ENABLE_DIRECT_INGRESS='0') # clusters keep Serve's proxies, one on each machine
+
+def ray_of_its_own(port:int) -> dict[str, str]:
+    "On one machine the ingress listens itself: a proxy before it would see every token again."
+    return RAY | dict(RAY_SERVE_ENABLE_DIRECT_INGRESS='1', RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT=str(port),
+                      RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port), # one to choose from
+                      RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S='0', # what runs may end; no balancer has to take note
+                      RAY_SERVE_PORT_QUARANTINE_S='0') # the next ingress has it at once
+
 def opt(help:str, default=None, flag:str|None=None):
     said = f'{help} [{default}]' if default not in (None, '') else help
     return typer.Option(*([flag] if flag else []), help=said, show_default=False)
@@ -54,7 +63,7 @@ def serve(
     ray:Annotated[bool, opt('Engines as replicas on Ray Serve: at RAY_ADDRESS, or on this machine.', flag='--ray')]=False,
     replicas:Annotated[int|None, opt('Engines; more than one needs --ray.', D.replicas)]=None,
     most_replicas:Annotated[int|None, opt('Engines that Ray may come to run while requests wait.')]=None,
-    log_level:Annotated[str, opt('Of the log on standard error.', 'info')]='info',
+    log_level:Annotated[str|None, opt('Of the log on standard error: debug, info, warning or error.', D.log_level)]=None,
 ):
     """Serve a base and its adapters with the API of OpenAI.
 
@@ -62,16 +71,19 @@ def serve(
     """
     given = dict(model=model, adapters=adapters, state=state, router=router, redis=redis, dtype=dtype, rows=rows, slots=slots,
                  max_rank=max_rank, max_len=max_len, tp=tp, hosts=hosts, memory=memory, queue=queue, api_keys=api_keys,
-                 strict=strict, cache=cache, replicas=replicas, most_replicas=most_replicas)
+                 strict=strict, cache=cache, replicas=replicas, most_replicas=most_replicas, log_level=log_level)
     settings = replace(from_environment(), **{k: v for k,v in given.items() if v is not None})
     if not ray and max(settings.replicas, settings.most_replicas) > 1:
         raise Refused(f'replicas={settings.replicas}, most_replicas={settings.most_replicas}; for more than one add --ray')
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
-    app.set_up_logs(log_level)
+    check(settings)
+    app.set_up_logs(settings.log_level)
+    share(base_config(settings.model), settings.tp) # refuses a base that isn't there, or can't be shared, before all else
     if ray:
         if settings.hosts: raise Refused('--ray and --hosts do not go together; a replica is one process')
         check_free(host, port)
-        for name, value in RAY.items(): os.environ.setdefault(name, value) # read when Ray is imported, and by its processes
+        known = RAY if os.environ.get('RAY_ADDRESS') else ray_of_its_own(port)
+        for name, value in known.items(): os.environ.setdefault(name, value) # read when Ray is imported, and by its processes
         return needs('serving.ray', 'ray').run(settings, host, port)
     err = Console(stderr=True)
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
@@ -85,7 +97,14 @@ def serve(
     def ready(app):
         print(f'lorajax: http://{host}:{port} answers (Ctrl-C stops); {", ".join(app.state.service.stats.ran)}', file=sys.stderr)
     made.on_startup.append(ready)
-    uvicorn.run(made, host=host, port=port, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=30)
+    # What it won't start with is said in a sentence of ours.
+    logging.getLogger('uvicorn.error').addFilter(lambda record: not made.state.get('refused'))
+    try:
+        uvicorn.run(made, host=host, port=port, log_config=None, access_log=False, server_header=False,
+                    timeout_graceful_shutdown=30)
+    except SystemExit:
+        if refused := made.state.get('refused'): raise Refused(refused) from None
+        raise
 
 def run(arguments:list[str]):
     "The command with these words behind it."

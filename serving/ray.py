@@ -5,7 +5,7 @@ If each replica were an ingress too, a proxy would choose one before anybody has
 is known before its replica is chosen, for `auto` and in rollouts too, so Serve's multiplexing finds an engine that has it.
 """
 from __future__ import annotations
-import asyncio, logging, os, signal, sys, time
+import asyncio, logging, os, re, signal, socket, sys, time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -27,7 +27,7 @@ from .app import create_app, router_of, set_up_logs
 from .errors import ApiError
 from .fleet import Fleet
 from .replica import EngineFailed, EngineReplica, Piece, Report
-from .service import Ask, Service, failed
+from .service import SOON, Ask, Service, failed
 from .settings import Settings, check, from_environment
 from .signals import Signals
 
@@ -89,13 +89,15 @@ class Engines:
         await self.report()
         return facts.base
 
-    async def report(self):
-        "Asks all how they are."
+    async def report(self) -> list[Report]: # those that are new
+        "Asks all how they are. If one doesn't say, all are taken to be as they were; Serve replaces it if it never does."
         try: found = await self.handle.broadcast('report').results_async(timeout_s=5., return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError): found = []
+        except TimeoutError: return []
+        except DeploymentUnavailableError: found = []
         self.reports = [r for r in found if isinstance(r, Report)]
         self.ever |= {r.replica: r for r in self.reports}
         self.config = replace(self.one, rows=self.one.rows * max(1, len(self.reports)))
+        return self.reports
 
     def stats(self) -> Stats: return total(self.reports, list(self.ever.values()))
 
@@ -145,6 +147,8 @@ class RemoteFleet(Fleet):
         try: return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
         except RayTaskError as e:
             raise e.cause if isinstance(e.cause, Refused) else e
+        except (*GONE, DeploymentUnavailableError) as e:
+            raise ApiError(503, 'the replica that was to do this has stopped; ask again', 'engine_failed', headers=SOON) from e
 
     def _read(self, name:str, folder:Path, dtype:str|None): return self._call('read', name, str(folder), dtype)
     def _compose(self, weights:dict[str, float]) -> str:
@@ -175,9 +179,9 @@ class RemoteService(Service):
     def submit(self, ask:Ask, version:str|None, limit:float): return self.engine.ask(ask, version, limit)
     def began(self, stream:Remote) -> float: return time.monotonic() - stream.seconds
     async def measured(self) -> tuple[Stats, list[float]]:
-        await self.engine.report()
-        self.signals.recompilations.inc(sum(r.compiled for r in self.engine.reports))
-        return self.engine.stats(), [seconds for r in self.engine.reports for seconds in r.swaps]
+        new = await self.engine.report()
+        self.signals.recompilations.inc(sum(r.compiled for r in new))
+        return self.engine.stats(), [seconds for r in new for seconds in r.swaps]
 
 @asynccontextmanager
 async def elsewhere(settings:Settings, progress:Callable, handle:DeploymentHandle, affinity:bool) -> AsyncIterator[Service]:
@@ -194,7 +198,7 @@ class Ingress:
     "The app, in Serve's hands."
     def __init__(self, settings:Settings, handle:DeploymentHandle, affinity:bool):
         jax.config.update('jax_platforms', 'cpu') # devices are for engines
-        set_up_logs()
+        set_up_logs(settings.log_level)
         self.settings, self.made = settings, partial(elsewhere, handle=handle, affinity=affinity)
 
     def __serve_build_asgi_app__(self):
@@ -214,7 +218,10 @@ def ingress(
                    graceful_shutdown_timeout_s=40.)
     return serve.deployment(Ingress, name=INGRESS).options(**options).bind(settings, engines, affinity)
 
-def application(settings:Settings) -> serve.Application:
+def application(
+    settings:Settings,
+    tries:int=3, # to start the first engine; Serve waits longer and longer between them
+) -> serve.Application:
     "Ingress and engines."
     check(settings)
     if settings.hosts: raise Refused('hosts=1; a replica is one process')
@@ -224,7 +231,8 @@ def application(settings:Settings) -> serve.Application:
         scale = dict(autoscaling_config=dict(min_replicas=settings.replicas, max_replicas=settings.most_replicas,
                                              target_ongoing_requests=settings.rows))
     options = dict(max_ongoing_requests=4 * settings.rows, ray_actor_options=dict(num_cpus=1, num_gpus=gpus),
-                   logging_config=QUIET, health_check_period_s=1., graceful_shutdown_timeout_s=30.)
+                   logging_config=QUIET, health_check_period_s=1., graceful_shutdown_timeout_s=30.,
+                   max_constructor_retry_count=tries)
     return ingress(settings, serve.deployment(EngineReplica, name=ENGINE).options(**scale, **options).bind(settings))
 
 def start_ray(settings:Settings) -> bool: # whether it was started for this
@@ -238,19 +246,34 @@ def start_ray(settings:Settings) -> bool: # whether it was started for this
     ray.init('local', num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20)
     return True
 
+def why(said:str) -> str: # said: by Serve
+    "Why the engines haven't started: in an engine's own sentence, if it refused to."
+    told = '\n'.join(d.message for d in serve.status().applications[APP].deployments.values())
+    refused = re.search(r'Refused: (.+)', told)
+    return refused[1] if refused else f'Ray Serve could not start the server ({said})'
+
+def check_gpus(settings:Settings, there:int): # of this machine; none: engines run on its CPUs
+    needed = settings.tp * max(settings.replicas, settings.most_replicas)
+    if 0 < there < needed: raise Refused(f'the replicas need {needed} GPUs, and this machine has {there}; ask for fewer replicas')
+
+def free_port(host:str) -> int:
+    with socket.create_server((host, 0)) as server: return server.getsockname()[1]
+
 def run(settings:Settings, host:str, port:int):
     "Serves until it is told to stop."
     where = dict(state=settings.state, adapters=settings.adapters) # for processes that are started elsewhere
     settings = replace(settings, **{name: str(Path(path).absolute()) for name,path in where.items() if path})
     own = start_ray(settings)
+    if own: check_gpus(settings, int(ray.cluster_resources().get('GPU', 0)))
     signal.signal(signal.SIGTERM, signal.default_int_handler) # as Ctrl-C
     try:
-        serve.start(http_options=dict(host=host, port=port))
-        serve.run(application(settings), name=APP, route_prefix='/')
+        proxy = free_port(host) if own else port # on a cluster of its own the ingress listens itself: see command.py
+        serve.start(http_options=dict(host=host, port=proxy))
+        serve.run(application(settings, 1 if own else 3), name=APP, route_prefix='/') # what is refused here stays refused
         print(f'lorajax: http://{host}:{port} answers, with {settings.replicas} replicas (Ctrl-C stops)', file=sys.stderr)
         while True: time.sleep(3600)
     except KeyboardInterrupt: pass
-    except RuntimeError as e: raise Refused(f'Ray Serve could not start the server ({str(e).splitlines()[0]})') from None
+    except RuntimeError as e: raise Refused(why(str(e).splitlines()[0])) from None
     finally:
         serve.delete(APP) # what runs may end; a shutdown closes its connections
         if own: serve.shutdown() # others may have applications on a cluster that was there

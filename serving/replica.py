@@ -61,7 +61,7 @@ def room(engine:Engine) -> int:
 class EngineReplica:
     "An engine with everything that the registry names."
     async def __init__(self, settings:Settings):
-        set_up_logs()
+        set_up_logs(settings.log_level)
         self.stack, self.compiled = ExitStack(), 0
         self.fleet = await asyncio.to_thread(fleet_of, settings, lambda shapes: shapes, self.stack)
         self.engine = self.fleet.engine

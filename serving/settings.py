@@ -8,6 +8,8 @@ from lorajax.base import DTYPES
 from lorajax.core import Refused, quoted
 from lorajax.registry import check_key
 
+LEVELS = ('debug', 'info', 'warning', 'error')
+
 @dataclass(frozen=True)
 class Settings:
     "Defaults serve SmolLM2 with the example adapters on this machine."
@@ -38,6 +40,7 @@ class Settings:
     cache: float = 0. # semantic cache: least similarity of prompts, such as 0.97; 0 for none
     cache_ttl: float = 3_600. # seconds that a cached answer stays
     webhook: str = '' # URL that is told of alerts
+    log_level: str = 'info' # of the log on standard error
     log_prompts: bool = False # whether logs may hold prompts
     otel: bool = False # OpenTelemetry traces; the exporter is set by OTEL_ variables
     replicas: int = 1 # engines; with Ray
@@ -64,6 +67,8 @@ def check(s:Settings):
         if getattr(s, name) < least: raise Refused(f'{name}={getattr(s, name)}; it must be at least {least}')
     if not 0 <= s.cache <= 1: raise Refused(f'cache={s.cache}; it must be a similarity from 0 to 1, and 0 for none')
     if s.dtype and s.dtype not in DTYPES: raise Refused(f'dtype={quoted(s.dtype)}; choose one of {", ".join(DTYPES)}')
+    if s.log_level.lower() not in LEVELS:
+        raise Refused(f'log_level={quoted(s.log_level)}; choose one of {", ".join(LEVELS)}')
     for path in s.folders:
         if not path.is_dir(): raise Refused(f'there is no directory {path}; name one that holds adapters (--adapters)')
     for key in s.trusted_keys: check_key(key)

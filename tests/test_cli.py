@@ -7,6 +7,7 @@ from lorajax import __version__, cli
 from lorajax.base import random_base, save_base, smollm2_file
 from lorajax.adapters import random_adapter
 from lorajax.peft import save_adapter
+from served import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -240,12 +241,25 @@ def test_convert_keeps_a_base_and_never_overwrites(files, tmp_path):
     assert done.returncode == 0 and 'holds' in done.stdout
     answer = lambda model: lorajax('generate', '--model', model, '-p', 'hi', '-n', 4).stdout
     assert answer(tmp_path / 'kept') == answer(files / 'base')
+    plan = lambda model: lorajax('plan', '--model', model, '--gpu', 'l4').stdout
+    assert plan(tmp_path / 'kept') == plan(files / 'base') != ''
     again = lorajax('convert', '--model', files / 'base', '--out', tmp_path / 'kept')
     assert again.returncode == 1 and 'is there already' in again.stderr
 
 def test_demo_with_a_missing_adapter_is_one_sentence(tmp_path, here):
     done = here('demo', '--adapters', tmp_path)
     assert done.returncode == 1 and 'there are no example adapters in' in done.stderr
+
+@pytest.mark.parametrize('args, sentence', [
+    (['--tp', 3], 'the base has 4 heads and 2 key/value heads, which 3 devices cannot share equally; give it 1, 2'),
+    (['--memory', 100], "memory=100; a page of 'random' has 1024 bytes; give at least three"),
+    (['--model', 'no/such/model'], 'there is no no/such/model')])
+def test_a_server_that_cannot_start_says_why_in_one_sentence(files, tmp_path, args, sentence):
+    "Before anything is loaded, or after, when the engine is made."
+    done = lorajax('serve', '--model', files / 'base', '--adapters', files, '--state', tmp_path, '--port', free_port(), *args)
+    *before, last = done.stderr.splitlines()
+    assert done.returncode == 1 and last.startswith('lorajax: ') and sentence in last
+    assert all(line.startswith('lorajax: loading') for line in before), done.stderr
 
 # ---- plan
 

@@ -1,5 +1,5 @@
 """Three replicas on a local Ray cluster, as an operator starts them: affinity, changes at run time, one of them killed."""
-import json, os, random, signal, subprocess, sys, tempfile, threading, time
+import contextlib, json, os, random, signal, socket, subprocess, sys, tempfile, threading, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +9,7 @@ import served
 from served import complete
 
 pytest.importorskip('ray')
-RAY = pytest.importorskip('serving.command').RAY
+ray_of_its_own = pytest.importorskip('serving.command').ray_of_its_own
 ROOT = Path(__file__).parents[1]
 NAMES = [f'a{i:02}' for i in range(24)]
 PROMPTS = ['hello', 'what now', 'abc']
@@ -34,15 +34,22 @@ engines = serve.get_deployment_handle('Engine', APP)
 serve.run(ingress(from_environment(), engines, affinity=False), name='anywhere', route_prefix='/anywhere')
 """
 
+def free_ports(): # the first of two
+    while True:
+        with socket.create_server(('127.0.0.1', 0)) as first, contextlib.suppress(OSError):
+            with socket.create_server(('127.0.0.1', (port := first.getsockname()[1]) + 1)): return port
+
 class Cluster:
     "A server with replicas, and what its processes are."
     def __init__(self, folder:Path, **settings):
         self.temp = tempfile.TemporaryDirectory(prefix='ray-', dir='/tmp') # sockets have short paths
         self.server = served.ServerProcess(folder / 'log', '--ray', **settings)
-        self.server.env |= RAY | dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT),
-                                      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+        port = self.server.port = free_ports()
+        self.url = self.server.url = f'http://127.0.0.1:{port}'
+        self.anywhere = f'http://127.0.0.1:{port + 1}/anywhere'
+        self.server.env |= ray_of_its_own(port) | dict(RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port + 1), RAY_TMPDIR=self.temp.name,
+                                                       PYTHONPATH=str(ROOT), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
         self.server.env.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder / 'programs'))
-        self.url = self.server.url
 
     def run(self, program):
         done = subprocess.run([sys.executable, '-c', program], env=self.server.env, capture_output=True, text=True, cwd=ROOT)
@@ -105,7 +112,7 @@ def swaps(cluster, traffic):
 
 def test_requests_go_where_their_adapter_is(cluster, said):
     there = swaps(cluster, lambda n: asked(cluster.url, said, n))
-    anywhere = swaps(cluster, lambda n: asked(f'{cluster.url}/anywhere', said, n))
+    anywhere = swaps(cluster, lambda n: asked(cluster.anywhere, said, n))
     print(f'swaps of 240 requests: {there:.0f} with affinity, {anywhere:.0f} without')
     assert anywhere > 40 and anywhere >= 5 * there
 
@@ -114,15 +121,15 @@ def test_what_changes_at_run_time_is_served_by_all(cluster, said):
     assert post('load_lora_adapter', lora_name='late', lora_path='a05').status_code == 200
     assert post('lorajax/compositions', name='half', weights=dict(a01=.5)).status_code == 200
     time.sleep(1.5) # in which the second ingress takes note
-    seen = {complete(f'{cluster.url}/anywhere', 'late', 'hello', False) for _ in range(24)} # each replica answers some
+    seen = {complete(cluster.anywhere, 'late', 'hello', False) for _ in range(24)} # each replica answers some
     assert seen == {said['a05', 'hello']}
-    halves = {complete(f'{cluster.url}/anywhere', 'half', 'hello', i % 2 == 0) for i in range(24)}
+    halves = {complete(cluster.anywhere, 'half', 'hello', i % 2 == 0) for i in range(24)}
     assert len(halves) == 1 and halves != {said['a01', 'hello']}
     wrong = post('load_lora_adapter', lora_name='wrong', lora_path='/etc')
     assert wrong.status_code == 400 and 'no adapter directory' in wrong.text
     assert post('unload_lora_adapter', lora_name='late').status_code == 200
     time.sleep(1.5)
-    assert {complete(f'{cluster.url}{at}', 'late', 'hello', False) for at in ('', '/anywhere')} == {404}
+    assert {complete(url, 'late', 'hello', False) for url in (cluster.url, cluster.anywhere)} == {404}
     assert httpx.post(f'{cluster.url}/v1/completions', json=dict(model='a01', prompt='hi', top_p=7)).status_code == 400
 
 def test_a_replica_that_dies_loses_nothing_whole(cluster, said):

@@ -210,7 +210,7 @@ def test_draining_says_so(url, service):
 
 def test_settings_come_from_the_environment_or_are_refused():
     assert from_environment({}) == Settings() and from_environment(dict(LORAJAX_ROWS='3', LORAJAX_STRICT='yes', LORAJAX_CACHE='.9')) == Settings(rows=3, strict=True, cache=.9)
-    for wrong in (dict(rows=0), dict(cache=2.), dict(dtype='float16'), dict(adapters='/nowhere'), dict(trusted='abc')):
+    for wrong in (dict(rows=0), dict(cache=2.), dict(dtype='float16'), dict(adapters='/nowhere'), dict(trusted='abc'), dict(log_level='loud')):
         with pytest.raises(Refused): check(replace(Settings(adapters='.'), **wrong))
     for name, value in (('LORAJAX_ROWS', 'x'), ('LORAJAX_STRICT', 'maybe'), ('LORAJAX_ROWZ', '3')):
         with pytest.raises(Refused, match=name): from_environment({name: value})
