@@ -20,7 +20,7 @@ RAY = dict(RAY_USAGE_STATS_ENABLED='0', # no reports to its makers
 def ray_of_its_own(port:int) -> dict[str, str]:
     "On one machine the ingress listens itself: a proxy before it would see every token again."
     return RAY | dict(RAY_SERVE_ENABLE_DIRECT_INGRESS='1', RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT=str(port),
-                      RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port), # one to choose from
+                      RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port + 1), # without it: one to choose from
                       RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S='0', # what runs may end; no balancer has to take note
                       RAY_SERVE_PORT_QUARANTINE_S='0') # the next ingress has it at once
 

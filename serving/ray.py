@@ -263,6 +263,7 @@ def run(settings:Settings, host:str, port:int):
     "Serves until it is told to stop."
     where = dict(state=settings.state, adapters=settings.adapters) # for processes that are started elsewhere
     settings = replace(settings, **{name: str(Path(path).absolute()) for name,path in where.items() if path})
+    logging.getLogger('ray.serve').setLevel(logging.WARNING) # it would say where its proxy listens
     own = start_ray(settings)
     if own: check_gpus(settings, int(ray.cluster_resources().get('GPU', 0)))
     signal.signal(signal.SIGTERM, signal.default_int_handler) # as Ctrl-C

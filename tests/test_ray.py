@@ -47,7 +47,7 @@ class Cluster:
         port = self.server.port = free_ports()
         self.url = self.server.url = f'http://127.0.0.1:{port}'
         self.anywhere = f'http://127.0.0.1:{port + 1}/anywhere'
-        self.server.env |= ray_of_its_own(port) | dict(RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port + 1), RAY_TMPDIR=self.temp.name,
+        self.server.env |= ray_of_its_own(port) | dict(RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port + 2), RAY_TMPDIR=self.temp.name,
                                                        PYTHONPATH=str(ROOT), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
         self.server.env.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder / 'programs'))
 
