@@ -191,6 +191,14 @@ class Running:
     tables: Mapping[str, tuple[int, ...]] # their parts -> the pages that each had
 
 # %% ../nbs/11_step.ipynb #7d7ba293
+def _placed(before, versions): # by slot, from 1 on
+    "The versions in an order that leaves most of their rank rows where they are: whoever comes takes the place of who went."
+    new, order = sorted(versions.difference(before)), [v if v in versions else None for v in before]
+    while None in order:
+        filler = new.pop(0) if new else order.pop()
+        if None in order: order[order.index(None)] = filler
+    return order + new
+
 class Runner:
     "Runs steps. One thread makes all calls."
     def __init__(self,
@@ -254,8 +262,7 @@ class Runner:
         now, tables = self.running[blocks], self._tables(versions)
         moved = self.paged and not tables.items() <= now.tables.items()
         if now.slots.keys() >= versions and not moved: return now
-        stay = [v for v in now.slots if v in versions]
-        return self._fetch(stay + sorted(versions.difference(stay)), blocks)
+        return self._fetch(_placed([*now.slots][1:], versions), blocks)
 
     def _tables(self, versions):
         return {part: self.residents.tables[part] for v in versions for part,_ in self.residents.recipe(v)}
