@@ -324,8 +324,9 @@ def verify(
 
 # %% ../nbs/20_cli.ipynb #08457016
 def _shape_of(model): # ModelConfig
-    file = Path(model) / 'config.json' if Path(model).is_dir() else Path(model)
-    if file.suffix != '.json' or Path(model).is_dir() and not file.exists(): return base_config(model)
+    inside = Path(model) / 'config.json'
+    file = inside if inside.is_file() else Path(model)
+    if file.suffix != '.json': return base_config(model)
     return read_hf_config(read_json(file, 'give the directory of a Hugging Face model, its config.json, or a .gguf file'))
 
 @app.command()

@@ -190,15 +190,16 @@ class Running:
     routing: Array # [slots+1, D] routing tokens; zeros for a version without
     tables: Mapping[str, tuple[int, ...]] # their parts -> the pages that each had
 
-# %% ../nbs/11_step.ipynb #7d7ba293
+# %% ../nbs/11_step.ipynb #5e1ac0d0
 def _placed(before, versions): # by slot, from 1 on
-    "The versions in an order that leaves most of their rank rows where they are: whoever comes takes the place of who went."
+    "Whoever comes takes the place of who went, so that those of equal ranks leave the others' rank rows where they are."
     new, order = sorted(versions.difference(before)), [v if v in versions else None for v in before]
     while None in order:
-        filler = new.pop(0) if new else order.pop()
+        filler = new.pop(0) if new else order.pop() # the last, which may be a gap itself
         if None in order: order[order.index(None)] = filler
     return order + new
 
+# %% ../nbs/11_step.ipynb #7d7ba293
 class Runner:
     "Runs steps. One thread makes all calls."
     def __init__(self,

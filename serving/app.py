@@ -2,7 +2,7 @@
 from __future__ import annotations
 import fcntl, itertools, json, logging, re, secrets, sys, time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 import jax
@@ -47,7 +47,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(facts, ensure_ascii=False)
 
 def set_up_logs(level:str): # one of `settings.LEVELS`
-    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger('lorajax')
+    handler, logger = logging.StreamHandler(sys.__stderr__), logging.getLogger('lorajax') # Ray Serve takes sys.stderr for itself
     handler.setFormatter(JsonLines())
     logger.handlers[:], logger.propagate = [handler], False # or a handler of the root says it all again
     logger.setLevel(level.upper())
@@ -157,17 +157,18 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app:Litestar):
-        try:
-            async with made(settings, progress) as service:
-                app.state.service, app.state.limits = service, Limits(settings.redis)
+        async with AsyncExitStack() as stack:
+            try:
+                app.state.service = service = await stack.enter_async_context(made(settings, progress))
+                app.state.limits = Limits(settings.redis)
+                stack.push_async_callback(app.state.limits.close)
                 app.state.cache = SemanticCache(settings.cache, settings.cache_ttl) if settings.cache else None
-                async with serving(service):
-                    log.info('ready: %s with %d adapters', service.base.name, len(service.fleet.current.names))
-                    yield
-                await app.state.limits.close()
-        except Refused as e:
-            app.state.refused = str(e) # for whoever started the app
-            raise
+                await stack.enter_async_context(serving(service))
+            except Refused as e:
+                app.state.refused = str(e) # for whoever started the app
+                raise
+            log.info('ready: %s with %d adapters', service.base.name, len(service.fleet.current.names))
+            yield
 
     plugins = []
     if settings.otel:

@@ -14,15 +14,9 @@ from .settings import Settings, check, from_environment
 
 D = Settings()
 RAY = dict(RAY_USAGE_STATS_ENABLED='0', # no reports to its makers
+           RAY_DEDUP_LOGS='0', # each request has its line
            RAY_SERVE_THROUGHPUT_OPTIMIZED='1', # replicas talk by gRPC, without detours through Ray's object store
-           RAY_SERVE_ENABLE_DIRECT_INGRESS='0') # clusters keep Serve's proxies, one on each machine
-
-def ray_of_its_own(port:int) -> dict[str, str]:
-    "On one machine the ingress listens itself: a proxy before it would see every token again."
-    return RAY | dict(RAY_SERVE_ENABLE_DIRECT_INGRESS='1', RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT=str(port),
-                      RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port + 1), # without it: one to choose from
-                      RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S='0', # what runs may end; no balancer has to take note
-                      RAY_SERVE_PORT_QUARANTINE_S='0') # the next ingress has it at once
+           RAY_SERVE_ENABLE_DIRECT_INGRESS='0') # clusters keep Serve's proxies, or each stop takes half a minute
 
 def opt(help:str, default=None, flag:str|None=None):
     said = f'{help} [{default}]' if default not in (None, '') else help
@@ -76,14 +70,14 @@ def serve(
     if not ray and max(settings.replicas, settings.most_replicas) > 1:
         raise Refused(f'replicas={settings.replicas}, most_replicas={settings.most_replicas}; for more than one add --ray')
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
-    check(settings)
+    check(replace(settings, adapters='', roots='') if settings.hosts else settings) # which the first host has
     app.set_up_logs(settings.log_level)
-    share(base_config(settings.model), settings.tp) # refuses a base that isn't there, or can't be shared, before all else
+    if not os.environ.get('RAY_ADDRESS'): # else the base is on other machines
+        share(base_config(settings.model), settings.tp) # refuses one that isn't there, or can't be shared
     if ray:
         if settings.hosts: raise Refused('--ray and --hosts do not go together; a replica is one process')
         check_free(host, port)
-        known = RAY if os.environ.get('RAY_ADDRESS') else ray_of_its_own(port)
-        for name, value in known.items(): os.environ.setdefault(name, value) # read when Ray is imported, and by its processes
+        for name, value in RAY.items(): os.environ.setdefault(name, value) # read when Ray is imported, and by its processes
         return needs('serving.ray', 'ray').run(settings, host, port)
     err = Console(stderr=True)
     def bar(shapes): return track(shapes, 'compiling', console=err, transient=True) if err.is_terminal else shapes
@@ -97,7 +91,7 @@ def serve(
     def ready(app):
         print(f'lorajax: http://{host}:{port} answers (Ctrl-C stops); {", ".join(app.state.service.stats.ran)}', file=sys.stderr)
     made.on_startup.append(ready)
-    # What it won't start with is said in a sentence of ours.
+    # A refusal is said in one sentence, below, and not with uvicorn's traceback.
     logging.getLogger('uvicorn.error').addFilter(lambda record: not made.state.get('refused'))
     try:
         uvicorn.run(made, host=host, port=port, log_config=None, access_log=False, server_header=False,

@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-import jax, ray
+import jax, ray, uvicorn
 from grpc.aio import AioRpcError
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
@@ -90,7 +90,7 @@ class Engines:
         return facts.base
 
     async def report(self) -> list[Report]: # those that are new
-        "Asks all how they are. If one doesn't say, all are taken to be as they were; Serve replaces it if it never does."
+        "Asks all how they are. While a process hangs, all are taken to be as they were; Serve replaces it."
         try: found = await self.handle.broadcast('report').results_async(timeout_s=5., return_exceptions=True)
         except TimeoutError: return []
         except DeploymentUnavailableError: found = []
@@ -111,7 +111,8 @@ class Engines:
             try: first = await asyncio.wait_for(anext(response), end - time.monotonic())
             except GONE as e: tries = self._again(ask, e, tries)
             except DeploymentUnavailableError:
-                raise ApiError(503, 'Ray Serve could not deploy an engine; see what its log says', 'engine_failed') from None
+                raise ApiError(503, 'there is no engine: the server is stopping, or Ray Serve could not start one',
+                               'engine_failed', headers=SOON) from None
             except TimeoutError:
                 response.cancel()
                 raise failed(Event(0, finish='deadline')) from None
@@ -193,18 +194,40 @@ async def elsewhere(settings:Settings, progress:Callable, handle:DeploymentHandl
         yield RemoteService(settings, base, engines, RemoteFleet(settings, base, engines, registry),
                             router_of(settings, stack), Signals())
 
+def bound(host:str, port:int) -> socket.socket:
+    s = socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1) # an ingress that died has left connections there
+    try: s.bind((host, port))
+    except OSError as e: raise Refused(f'{host}:{port} cannot be listened on ({e.strerror}); choose another --port') from None
+    return s
+
 @serve.ingress()
 class Ingress:
     "The app, in Serve's hands."
-    def __init__(self, settings:Settings, handle:DeploymentHandle, affinity:bool):
+    def __init__(self, settings:Settings, handle:DeploymentHandle, affinity:bool, at:tuple[str, int]|None):
         jax.config.update('jax_platforms', 'cpu') # devices are for engines
         set_up_logs(settings.log_level)
         self.settings, self.made = settings, partial(elsewhere, handle=handle, affinity=affinity)
+        self.socket, self.listening = bound(*at) if at else None, None # while the engines load, nobody else takes it
 
     def __serve_build_asgi_app__(self):
         app = create_app(self.settings, made=self.made)
-        if os.environ.get('RAY_SERVE_ENABLE_HA_PROXY') == '1': app.state.api_keys.has_admin = True # behind it all seem local
+        if self.socket:
+            app.on_startup.append(self._listen)
+            app.on_shutdown.append(self._close) # after what runs has ended
+        elif os.environ.get('RAY_SERVE_ENABLE_HA_PROXY') == '1': app.state.api_keys.has_admin = True # behind it all seem local
         return app
+
+    async def _listen(self, app):
+        self.server = uvicorn.Server(uvicorn.Config(app, lifespan='off', log_config=None, access_log=False, server_header=False))
+        self.listening = asyncio.create_task(self.server.serve([self.socket]))
+
+    async def _close(self):
+        self.server.should_exit = True
+        await self.listening
+
+    def check_health(self):
+        if self.listening and self.listening.done(): raise RuntimeError('the ingress no longer listens')
 
 QUIET = dict(enable_access_log=False) # the app has its own
 
@@ -212,15 +235,16 @@ def ingress(
     settings:Settings,
     engines, # of this application, or a handle to another's
     affinity:bool=True, # False: any engine, whatever it has
+    at:tuple[str, int]|None=None, # host and port where it listens itself; None: it has Serve's proxies before it
 ) -> serve.Application:
     "The app before its engines."
     options = dict(max_ongoing_requests=10_000, ray_actor_options=dict(num_cpus=0), logging_config=QUIET,
-                   graceful_shutdown_timeout_s=40.)
-    return serve.deployment(Ingress, name=INGRESS).options(**options).bind(settings, engines, affinity)
+                   graceful_shutdown_timeout_s=40., graceful_shutdown_wait_loop_s=.1) # the app lets requests end
+    return serve.deployment(Ingress, name=INGRESS).options(**options).bind(settings, engines, affinity, at)
 
 def application(
     settings:Settings,
-    tries:int=3, # to start the first engine; Serve waits longer and longer between them
+    at:tuple[str, int]|None=None, # as for `ingress`
 ) -> serve.Application:
     "Ingress and engines."
     check(settings)
@@ -232,8 +256,8 @@ def application(
                                              target_ongoing_requests=settings.rows))
     options = dict(max_ongoing_requests=4 * settings.rows, ray_actor_options=dict(num_cpus=1, num_gpus=gpus),
                    logging_config=QUIET, health_check_period_s=1., graceful_shutdown_timeout_s=30.,
-                   max_constructor_retry_count=tries)
-    return ingress(settings, serve.deployment(EngineReplica, name=ENGINE).options(**scale, **options).bind(settings))
+                   max_constructor_retry_count=max(3, settings.replicas)) # Serve waits longer and longer between them
+    return ingress(settings, serve.deployment(EngineReplica, name=ENGINE).options(**scale, **options).bind(settings), at=at)
 
 def start_ray(settings:Settings) -> bool: # whether it was started for this
     "The cluster at RAY_ADDRESS, or one of this machine's own, without dashboard."
@@ -248,29 +272,28 @@ def start_ray(settings:Settings) -> bool: # whether it was started for this
 
 def why(said:str) -> str: # said: by Serve
     "Why the engines haven't started: in an engine's own sentence, if it refused to."
-    told = '\n'.join(d.message for d in serve.status().applications[APP].deployments.values())
-    refused = re.search(r'Refused: (.+)', told)
+    app = serve.status().applications.get(APP)
+    refused = re.search(r'Refused: (.+)', '\n'.join(d.message for d in app.deployments.values()) if app else '')
     return refused[1] if refused else f'Ray Serve could not start the server ({said})'
 
 def check_gpus(settings:Settings, there:int): # of this machine; none: engines run on its CPUs
     needed = settings.tp * max(settings.replicas, settings.most_replicas)
-    if 0 < there < needed: raise Refused(f'the replicas need {needed} GPUs, and this machine has {there}; ask for fewer replicas')
-
-def free_port(host:str) -> int:
-    with socket.create_server((host, 0)) as server: return server.getsockname()[1]
+    if 0 < there < needed:
+        raise Refused(f'the replicas need {needed} GPUs, and this machine has {there}; lower --replicas, --most-replicas or --tp')
 
 def run(settings:Settings, host:str, port:int):
     "Serves until it is told to stop."
     where = dict(state=settings.state, adapters=settings.adapters) # for processes that are started elsewhere
     settings = replace(settings, **{name: str(Path(path).absolute()) for name,path in where.items() if path})
-    logging.getLogger('ray.serve').setLevel(logging.WARNING) # it would say where its proxy listens
     own = start_ray(settings)
-    if own: check_gpus(settings, int(ray.cluster_resources().get('GPU', 0)))
+    if own:
+        check_gpus(settings, int(ray.cluster_resources().get('GPU', 0)))
+        logging.getLogger('ray.serve').setLevel(logging.WARNING) # it would name an address where nobody listens
     signal.signal(signal.SIGTERM, signal.default_int_handler) # as Ctrl-C
     try:
-        proxy = free_port(host) if own else port # on a cluster of its own the ingress listens itself: see command.py
-        serve.start(http_options=dict(host=host, port=proxy))
-        serve.run(application(settings, 1 if own else 3), name=APP, route_prefix='/') # what is refused here stays refused
+        # On one machine the ingress listens itself: a proxy would only handle every token once more.
+        serve.start(**dict(proxy_location='Disabled') if own else dict(http_options=dict(host=host, port=port)))
+        serve.run(application(settings, (host, port) if own else None), name=APP, route_prefix='/')
         print(f'lorajax: http://{host}:{port} answers, with {settings.replicas} replicas (Ctrl-C stops)', file=sys.stderr)
         while True: time.sleep(3600)
     except KeyboardInterrupt: pass

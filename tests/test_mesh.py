@@ -78,6 +78,7 @@ def test_two_hosts_behind_one_address(tmp_path):
     with socket.create_server(('127.0.0.1', 0)) as free: port = free.getsockname()[1]
     def server(i, count):
         own = dict(tp=count, hosts=int(count > 1), rows=1, slots=1, max_rank=8, state=tmp_path / f'state-{count}-{i}')
+        if i: own |= dict(adapters=tmp_path / 'nowhere') # needed on the first alone
         made = ServerProcess(tmp_path / f'log-{count}-{i}', **files | own)
         made.env |= dict(JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES='1', XLA_FLAGS='--xla_backend_optimization_level=0')
         if count > 1: made.env |= dict(JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}', JAX_NUM_PROCESSES=str(count), JAX_PROCESS_ID=str(i))

@@ -1,15 +1,17 @@
 """Three replicas on a local Ray cluster, as an operator starts them: affinity, changes at run time, one of them killed."""
-import contextlib, json, os, random, signal, socket, subprocess, sys, tempfile, threading, time
+import json, os, random, signal, subprocess, sys, tempfile, threading, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import httpx, psutil, pytest
 from redis_server import RedisServer
 import served
+from lorajax.core import Refused
 from served import complete
+from serving.settings import Settings
 
 pytest.importorskip('ray')
-ray_of_its_own = pytest.importorskip('serving.command').ray_of_its_own
+RAY = pytest.importorskip('serving.command').RAY
 ROOT = Path(__file__).parents[1]
 NAMES = [f'a{i:02}' for i in range(24)]
 PROMPTS = ['hello', 'what now', 'abc']
@@ -25,39 +27,35 @@ with ExitStack() as stack: fleet_of(from_environment(), iter, stack)
 
 # A second ingress before the same engines, which asks for any of them.
 ANYWHERE = """
-import ray
+import ray, sys
 from ray import serve
 from serving.ray import APP, Ingress, ingress
 from serving.settings import from_environment
 ray.init(address='auto', log_to_driver=False)
 engines = serve.get_deployment_handle('Engine', APP)
-serve.run(ingress(from_environment(), engines, affinity=False), name='anywhere', route_prefix='/anywhere')
+serve.run(ingress(from_environment(), engines, False, ('127.0.0.1', int(sys.argv[1]))), name='anywhere', route_prefix='/anywhere')
 """
-
-def free_ports(): # the first of two
-    while True:
-        with socket.create_server(('127.0.0.1', 0)) as first, contextlib.suppress(OSError):
-            with socket.create_server(('127.0.0.1', (port := first.getsockname()[1]) + 1)): return port
 
 class Cluster:
     "A server with replicas, and what its processes are."
     def __init__(self, folder:Path, **settings):
         self.temp = tempfile.TemporaryDirectory(prefix='ray-', dir='/tmp') # sockets have short paths
         self.server = served.ServerProcess(folder / 'log', '--ray', **settings)
-        port = self.server.port = free_ports()
-        self.url = self.server.url = f'http://127.0.0.1:{port}'
-        self.anywhere = f'http://127.0.0.1:{port + 1}/anywhere'
-        self.server.env |= ray_of_its_own(port) | dict(RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT=str(port + 2), RAY_TMPDIR=self.temp.name,
-                                                       PYTHONPATH=str(ROOT), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+        self.url, self.other = self.server.url, served.free_port()
+        self.anywhere = f'http://127.0.0.1:{self.other}'
+        self.server.env |= RAY | dict(RAY_TMPDIR=self.temp.name, PYTHONPATH=str(ROOT),
+                                      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
         self.server.env.setdefault('JAX_COMPILATION_CACHE_DIR', str(folder / 'programs'))
 
-    def run(self, program):
-        done = subprocess.run([sys.executable, '-c', program], env=self.server.env, capture_output=True, text=True, cwd=ROOT)
+    def run(self, program, *words):
+        command = [sys.executable, '-c', program, *map(str, words)]
+        done = subprocess.run(command, env=self.server.env, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-3000:]
 
-    def engines(self) -> list[psutil.Process]:
+    def replicas(self, of) -> list[psutil.Process]:
         family = psutil.Process(self.server.process.pid).children(recursive=True)
-        return [p for p in family if 'Engine' in ' '.join(p.cmdline()) and 'ServeReplica' in ' '.join(p.cmdline())]
+        return [p for p in family if f'ServeReplica:lorajax:{of}' in ' '.join(p.cmdline())]
+    def engines(self): return self.replicas('Engine')
 
     def status(self): return httpx.get(f'{self.url}/v1/lorajax/status', timeout=30).json()
     def metric(self, name):
@@ -87,8 +85,8 @@ def said(files): return served.expected(files, NAMES, PROMPTS)
 def cluster(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp('cluster')
     with RedisServer(folder) as redis:
-        with Cluster(folder, **files, redis=redis.url, replicas=3, max_rank=8, memory=MEMORY) as c:
-            c.run(ANYWHERE)
+        with Cluster(folder, **files, redis=redis.url, replicas=3, max_rank=8, memory=MEMORY, log_level='warning') as c:
+            c.run(ANYWHERE, c.other)
             yield c
 
 def asked(url, said, n, seed=0):
@@ -165,10 +163,26 @@ def test_a_replica_that_dies_loses_nothing_whole(cluster, said):
         ('generation_failed', 'the answer broke off: the replica that gave it has stopped; ask again')}
     assert len(broken()) < len(ends)
 
+def test_an_ingress_that_dies_comes_back_where_it_was(cluster, said):
+    "Although a client keeps a connection to it."
+    with httpx.Client(timeout=60) as client:
+        assert client.get(f'{cluster.url}/ready').status_code == 200
+        ingress, = cluster.replicas('Ingress')
+        ingress.kill()
+        end = time.monotonic() + 90
+        while True:
+            try:
+                if client.get(f'{cluster.url}/ready').status_code == 200: break
+            except httpx.HTTPError: assert time.monotonic() < end
+            time.sleep(.2)
+    assert cluster.replicas('Ingress') != [ingress]
+    asked(cluster.url, said, 24)
+
 def test_it_stops_cleanly(cluster):
     "What runs may end first; nothing stays behind."
     log = cluster.server.log.read_text()
     assert 'hello' not in log.replace('/hello', ''), 'prompts stay out of the log'
+    assert 'is sent again' in log and '"level": "info"' not in log
     family = psutil.Process(cluster.server.process.pid).children(recursive=True)
     body = dict(model='a01', prompt='hello', max_tokens=200, ignore_eos=True, stream=True)
     with httpx.stream('POST', f'{cluster.url}/v1/completions', json=body, timeout=60) as r:
@@ -188,6 +202,20 @@ def test_engines_come_while_requests_wait(files, said, tmp_path):
         end = time.monotonic() + 240
         while len(c.engines()) == 1: assert time.monotonic() < end; asked(c.url, said, 60)
         asked(c.url, said, 60)
+
+@pytest.mark.slow
+def test_engines_that_cannot_start_say_why(files, tmp_path):
+    cluster = Cluster(tmp_path, **files | dict(state=tmp_path / 'state'), memory=100)
+    with cluster.temp:
+        cluster.server.launch()
+        assert cluster.server.process.wait(timeout=300) == 1
+    assert cluster.server.log.read_text().splitlines()[-1].startswith("lorajax: memory=100; a page of 'tiny' has ")
+
+def test_replicas_share_no_gpu():
+    check_gpus = pytest.importorskip('serving.ray').check_gpus
+    three_pairs = Settings(tp=2, replicas=2, most_replicas=3)
+    for there in (0, 6, 8): check_gpus(three_pairs, there)
+    with pytest.raises(Refused, match='need 6 GPUs, and this machine has 5'): check_gpus(three_pairs, 5)
 
 def test_without_ray_one_sentence_says_what_to_install(tmp_path):
     (tmp_path / 'ray.py').write_text('raise ModuleNotFoundError("No module named \'ray\'", name="ray")')
