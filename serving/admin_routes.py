@@ -153,7 +153,7 @@ async def health() -> dict[str, str]:
 async def ready(request:Request) -> dict[str, str]:
     "Whether to send requests here."
     s = service(request)
-    why = 'the engine has failed' if s.engine.failed else 'the server is draining'
+    why = 'the engine has failed' if s.engine.failed else 'the server is draining' if s.draining else 'no engine answers'
     if not s.ready: raise ApiError(503, why, 'not_ready')
     return {'status': 'ready'}
 

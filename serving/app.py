@@ -1,7 +1,7 @@
 """The Litestar app. `lorajax serve` and `litestar --app serving.app:app run` start it."""
 from __future__ import annotations
 import fcntl, itertools, json, logging, re, secrets, sys, time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(facts, ensure_ascii=False)
 
 def set_up_logs(level:str): # one of `settings.LEVELS`
-    handler, logger = logging.StreamHandler(sys.__stderr__), logging.getLogger('lorajax') # Ray Serve takes sys.stderr for itself
+    handler, logger = logging.StreamHandler(sys.__stderr__), logging.getLogger('lorajax') # sys.stderr may be Ray Serve's own
     handler.setFormatter(JsonLines())
     logger.handlers[:], logger.propagate = [handler], False # or a handler of the root says it all again
     logger.setLevel(level.upper())
@@ -145,6 +145,7 @@ def create_app(
     settings:Settings|None=None, # None: those of the environment
     progress:Callable=lambda shapes: shapes, # wraps the iteration over the programs to compile
     made:Callable[[Settings, Callable], AbstractAsyncContextManager[Service]]=alone,
+    within:Sequence[Callable[[Litestar], AbstractAsyncContextManager]]=(), # entered when it is ready, left before it stops
 ) -> Litestar:
     "An app that makes its service when it starts and closes it when it stops."
     check(settings := settings or from_environment())
@@ -177,7 +178,7 @@ def create_app(
         plugins = [otel.OpenTelemetryPlugin(otel.OpenTelemetryConfig())]
     schema = OpenAPIConfig('lorajax', __version__, description='Multi-LoRA serving with the API of OpenAI.',
                            render_plugins=[JsonRenderPlugin()])
-    return Litestar(HANDLERS, request_class=StrictRequest, lifespan=[lifespan], middleware=[Entrance()], plugins=plugins,
+    return Litestar(HANDLERS, request_class=StrictRequest, lifespan=[lifespan, *within], middleware=[Entrance()], plugins=plugins,
                     exception_handlers={Exception: answer}, request_max_body_size=settings.max_body, logging_config=None,
                     state=State(dict(api_keys=keys)), openapi_config=schema)
 

@@ -22,13 +22,17 @@ def opt(help:str, default=None, flag:str|None=None):
     said = f'{help} [{default}]' if default not in (None, '') else help
     return typer.Option(*([flag] if flag else []), help=said, show_default=False)
 
+def url_of(host:str, port:int) -> str: return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
+def family_of(host:str) -> int: return socket.AF_INET6 if ':' in host else socket.AF_INET
+def taken(host:str, port:int, e:Exception) -> Refused:
+    why = getattr(e, 'strerror', None) or e
+    return Refused(f'{host}:{port} cannot be listened on ({str(why).partition(" (")[0]}); choose another --host or --port')
+
 def check_free(host:str, port:int):
     "Refuses an address that another program has, before minutes are spent on loading."
     try:
-        with socket.create_server((host, port)): pass
-    except (OSError, OverflowError) as e:
-        why = getattr(e, 'strerror', None) or e
-        raise Refused(f'{host}:{port} cannot be listened on ({str(why).partition(" (")[0]}); choose another --port') from None
+        with socket.create_server((host, port), family=family_of(host)): pass
+    except (OSError, OverflowError) as e: raise taken(host, port, e) from None
 
 def serve(
     model:Annotated[str|None, opt(
@@ -72,7 +76,7 @@ def serve(
     uvicorn, app = needs('uvicorn', 'serve'), needs('serving.app', 'serve')
     check(replace(settings, adapters='', roots='') if settings.hosts else settings) # which the first host has
     app.set_up_logs(settings.log_level)
-    if not os.environ.get('RAY_ADDRESS'): # else the base is on other machines
+    if not (ray and os.environ.get('RAY_ADDRESS')): # there the base may be on other machines alone
         share(base_config(settings.model), settings.tp) # refuses one that isn't there, or can't be shared
     if ray:
         if settings.hosts: raise Refused('--ray and --hosts do not go together; a replica is one process')
@@ -89,7 +93,7 @@ def serve(
     made = app.create_app(settings, bar)
     print(f'lorajax: loading {settings.model}; the first start also compiles, which takes a minute or two', file=sys.stderr)
     def ready(app):
-        print(f'lorajax: http://{host}:{port} answers (Ctrl-C stops); {", ".join(app.state.service.stats.ran)}', file=sys.stderr)
+        print(f'lorajax: {url_of(host, port)} answers (Ctrl-C stops); {", ".join(app.state.service.stats.ran)}', file=sys.stderr)
     made.on_startup.append(ready)
     # A refusal is said in one sentence, below, and not with uvicorn's traceback.
     logging.getLogger('uvicorn.error').addFilter(lambda record: not made.state.get('refused'))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 import jax, ray, uvicorn
 from grpc.aio import AioRpcError
+from litestar import Litestar
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
@@ -24,6 +25,7 @@ from lorajax.engine import Event, Stats
 from lorajax.kv import Hits
 from lorajax.registry import Registry
 from .app import create_app, router_of, set_up_logs
+from .command import family_of, taken, url_of
 from .errors import ApiError
 from .fleet import Fleet
 from .replica import EngineFailed, EngineReplica, Piece, Report
@@ -195,11 +197,29 @@ async def elsewhere(settings:Settings, progress:Callable, handle:DeploymentHandl
                             router_of(settings, stack), Signals())
 
 def bound(host:str, port:int) -> socket.socket:
-    s = socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET)
+    s = socket.socket(family_of(host))
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1) # an ingress that died has left connections there
+    if s.family == socket.AF_INET6: s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1) # as uvicorn by itself
     try: s.bind((host, port))
-    except OSError as e: raise Refused(f'{host}:{port} cannot be listened on ({e.strerror}); choose another --port') from None
+    except OSError as e:
+        s.close()
+        raise taken(host, port, e) from None
     return s
+
+@asynccontextmanager
+async def listening(app:Litestar, at:tuple[str, int], own:socket.socket) -> AsyncIterator[asyncio.Task]: # own: `bound` there
+    "An app, begun before, answers at an address of its own; at the end what runs may end."
+    server = uvicorn.Server(uvicorn.Config(app, lifespan='off', log_config=None, access_log=False, server_header=False,
+                                           timeout_graceful_shutdown=30))
+    try: own.listen(2048)
+    except OSError as e: # another program came while the engines were loaded
+        app.state.refused = str(refused := taken(*at, e))
+        raise refused from None
+    task = asyncio.create_task(server.serve([own]))
+    try: yield task
+    finally:
+        server.should_exit = True
+        await task
 
 @serve.ingress()
 class Ingress:
@@ -208,23 +228,23 @@ class Ingress:
         jax.config.update('jax_platforms', 'cpu') # devices are for engines
         set_up_logs(settings.log_level)
         self.settings, self.made = settings, partial(elsewhere, handle=handle, affinity=affinity)
-        self.socket, self.listening = bound(*at) if at else None, None # while the engines load, nobody else takes it
+        self.at, self.socket, self.listening = at, bound(*at) if at else None, None
 
     def __serve_build_asgi_app__(self):
-        app = create_app(self.settings, made=self.made)
-        if self.socket:
-            app.on_startup.append(self._listen)
-            app.on_shutdown.append(self._close) # after what runs has ended
-        elif os.environ.get('RAY_SERVE_ENABLE_HA_PROXY') == '1': app.state.api_keys.has_admin = True # behind it all seem local
+        self.made_app = app = create_app(self.settings, made=self.made, within=[self._listens] if self.at else [])
+        if not self.at and os.environ.get('RAY_SERVE_ENABLE_HA_PROXY') == '1':
+            app.state.api_keys.has_admin = True # behind it all seem local
         return app
 
-    async def _listen(self, app):
-        self.server = uvicorn.Server(uvicorn.Config(app, lifespan='off', log_config=None, access_log=False, server_header=False))
-        self.listening = asyncio.create_task(self.server.serve([self.socket]))
+    @asynccontextmanager
+    async def _listens(self, app:Litestar):
+        async with listening(app, self.at, self.socket) as self.listening: yield
 
-    async def _close(self):
-        self.server.should_exit = True
-        await self.listening
+    async def _run_asgi_lifespan_startup(self): # Serve's own; what it raises has no reason in it
+        try: await super()._run_asgi_lifespan_startup()
+        except RuntimeError:
+            if why := self.made_app.state.get('refused'): raise Refused(why) from None
+            raise
 
     def check_health(self):
         if self.listening and self.listening.done(): raise RuntimeError('the ingress no longer listens')
@@ -256,7 +276,7 @@ def application(
                                              target_ongoing_requests=settings.rows))
     options = dict(max_ongoing_requests=4 * settings.rows, ray_actor_options=dict(num_cpus=1, num_gpus=gpus),
                    logging_config=QUIET, health_check_period_s=1., graceful_shutdown_timeout_s=30.,
-                   max_constructor_retry_count=max(3, settings.replicas)) # Serve waits longer and longer between them
+                   max_constructor_retry_count=max(3, settings.replicas)) # of all together; longer and longer waits between
     return ingress(settings, serve.deployment(EngineReplica, name=ENGINE).options(**scale, **options).bind(settings), at=at)
 
 def start_ray(settings:Settings) -> bool: # whether it was started for this
@@ -271,7 +291,7 @@ def start_ray(settings:Settings) -> bool: # whether it was started for this
     return True
 
 def why(said:str) -> str: # said: by Serve
-    "Why the engines haven't started: in an engine's own sentence, if it refused to."
+    "Why it hasn't started: in the sentence with which an engine or the ingress refused to, if one did."
     app = serve.status().applications.get(APP)
     refused = re.search(r'Refused: (.+)', '\n'.join(d.message for d in app.deployments.values()) if app else '')
     return refused[1] if refused else f'Ray Serve could not start the server ({said})'
@@ -294,7 +314,7 @@ def run(settings:Settings, host:str, port:int):
         # On one machine the ingress listens itself: a proxy would only handle every token once more.
         serve.start(**dict(proxy_location='Disabled') if own else dict(http_options=dict(host=host, port=port)))
         serve.run(application(settings, (host, port) if own else None), name=APP, route_prefix='/')
-        print(f'lorajax: http://{host}:{port} answers, with {settings.replicas} replicas (Ctrl-C stops)', file=sys.stderr)
+        print(f'lorajax: {url_of(host, port)} answers, with {settings.replicas} replicas (Ctrl-C stops)', file=sys.stderr)
         while True: time.sleep(3600)
     except KeyboardInterrupt: pass
     except RuntimeError as e: raise Refused(why(str(e).splitlines()[0])) from None

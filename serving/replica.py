@@ -64,7 +64,8 @@ class EngineReplica:
         set_up_logs(settings.log_level)
         self.stack, self.compiled = ExitStack(), 0
         self.fleet = await asyncio.to_thread(fleet_of, settings, lambda shapes: shapes, self.stack)
-        self.engine = self.fleet.engine
+        self.engine, self.asking = self.fleet.engine, None
+        self.stats = await asyncio.to_thread(self.engine.stats)
         await self.fleet.start()
         on_compilation(self._compiled)
         self.following = asyncio.create_task(every(1., Fleet.keep_up, self.fleet))
@@ -75,10 +76,13 @@ class EngineReplica:
     def facts(self) -> Facts: return Facts(replace(self.fleet.base, decoder=None, split=Split()), self.engine.config)
 
     async def report(self) -> Report:
-        stats = await asyncio.wait_for(asyncio.to_thread(self.engine.stats), 3.) # one that is slow is left out, this once
+        self.asking = self.asking or asyncio.create_task(asyncio.to_thread(self.engine.stats))
+        if (await asyncio.wait({self.asking}, timeout=3.))[0]: # else it is as it was: a step or a load takes long
+            asked, self.asking = self.asking, None
+            self.stats = asked.result()
         compiled, self.compiled = self.compiled, 0
         me = serve.get_replica_context().replica_id.unique_id
-        return Report(me, stats, tuple(self.engine.residents.swap_seconds()), compiled)
+        return Report(me, self.stats, tuple(self.engine.residents.swap_seconds()), compiled)
 
     def _compiled(self): self.compiled += 1
 
