@@ -231,7 +231,7 @@ class Ingress:
         self.at, self.socket, self.listening = at, bound(*at) if at else None, None
 
     def __serve_build_asgi_app__(self):
-        self.made_app = app = create_app(self.settings, made=self.made, within=[self._listens] if self.at else [])
+        app = create_app(self.settings, made=self.made, within=[self._listens] if self.at else [])
         if not self.at and os.environ.get('RAY_SERVE_ENABLE_HA_PROXY') == '1':
             app.state.api_keys.has_admin = True # behind it all seem local
         return app
@@ -243,7 +243,7 @@ class Ingress:
     async def _run_asgi_lifespan_startup(self): # Serve's own; what it raises has no reason in it
         try: await super()._run_asgi_lifespan_startup()
         except RuntimeError:
-            if why := self.made_app.state.get('refused'): raise Refused(why) from None
+            if refused := self.app.state.get('refused'): raise Refused(refused) from None
             raise
 
     def check_health(self):
