@@ -38,6 +38,10 @@ def expected(files, names, prompts) -> dict: # (adapter, prompt) -> text
     assert len({found[n, prompts[0]] for n in adapters}) == len(adapters), 'every adapter can be told from the others'
     return found
 
+def until(what, seconds=30):
+    end = time.monotonic() + seconds
+    while not what(): assert time.monotonic() < end; time.sleep(.05)
+
 def complete(url, name, prompt, stream, timeout=60, cut=None): # the text, or what went wrong
     body = dict(model=name, prompt=prompt, max_tokens=TOKENS, temperature=0, stream=stream)
     try:

@@ -1,6 +1,7 @@
 """The HTTP service under real clients: shapes of answers, refusals, changes at run time; a notebook has no server."""
-import json, time
+import json, threading, time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 import httpx, numpy as np, openai, pytest
 from lorajax.base import load_base
 from lorajax.core import Sampling
@@ -72,6 +73,14 @@ def is_quiet(service, seconds=5):
     while service.live or service.engine._live or pages.available != pages.capacity:
         assert time.monotonic() < end, (service.live, service.engine._live, pages.available, pages.capacity)
         time.sleep(.02)
+
+@contextmanager
+def cut_short(service, tokens):
+    "Of as many tokens that were asked for, few are computed, and everything is given back."
+    before = service.engine.stats().generated_tokens
+    yield
+    is_quiet(service)
+    assert service.engine.stats().generated_tokens - before < tokens / 2
 
 # Answers
 
@@ -216,26 +225,23 @@ def test_B80_a_failure_inside_is_a_500_without_its_words(http, service, monkeypa
 def test_B82_a_client_that_goes_frees_its_pages(http, url, service):
     body = dict(model='alpha', prompt='hello', max_tokens=200, stream=True, ignore_eos=True)
     for after in (3, 1):
-        with http.stream('POST', '/v1/completions', json=body) as r:
+        with cut_short(service, 200), http.stream('POST', '/v1/completions', json=body) as r:
             for i, _ in zip(range(after), r.iter_lines()): pass
-        is_quiet(service, 1.5)
-    with ThreadPoolExecutor(12) as pool: # more than rows: some are queued when they go
+    with cut_short(service, 12 * 2 * 200), ThreadPoolExecutor(12) as pool: # more than rows: some are queued when they go
         def go(_):
             with pytest.raises(httpx.ReadTimeout): httpx.post(f'{url}/v1/completions', json=body | dict(stream=False, n=2), timeout=httpx.Timeout(5, read=.05))
         list(pool.map(go, range(12)))
-    is_quiet(service, 2)
 
 def test_B83_health_answers_while_adapters_load_and_prompts_are_long(http, url, service, monkeypatch):
-    real = service.base.load_adapter
-    def slow(*a): time.sleep(1.); return real(*a)
+    real, begun, go_on = service.base.load_adapter, threading.Event(), threading.Event()
+    def slow(*a): begun.set(); assert go_on.wait(60); return real(*a)
     monkeypatch.setattr(type(service.base), 'load_adapter', lambda self, *a: slow(*a))
     with ThreadPoolExecutor(2) as pool:
         loading = pool.submit(http.post, '/v1/load_lora_adapter', json=dict(lora_name='slow', lora_path='beta'))
-        time.sleep(.2)
-        for _ in range(5):
-            start = time.monotonic()
-            assert httpx.get(f'{url}/health').status_code == 200
-            assert time.monotonic() - start < .6 # a stall would last as long as the load
+        assert begun.wait(60)
+        try:
+            for _ in range(5): assert httpx.get(f'{url}/health', timeout=30).status_code == 200
+        finally: go_on.set()
         assert loading.result().status_code == 200
     assert http.post('/v1/unload_lora_adapter', json=dict(lora_name='slow')).status_code == 200
 
@@ -311,10 +317,10 @@ def test_B46_unloading_gives_memory_back(http, service):
 def test_B48_a_dropped_request_lets_its_adapter_go(http, url, service):
     load(http, 'spare', 'beta', dtype='int8')
     version = service.fleet.current.names['spare']
-    with http.stream('POST', '/v1/completions', json=dict(model='spare', prompt='x', max_tokens=200, stream=True, ignore_eos=True)) as r: next(r.iter_lines())
-    start = time.monotonic()
-    assert unload(http, 'spare').status_code == 200 and time.monotonic() - start < 2
-    is_quiet(service, 2)
+    body = dict(model='spare', prompt='x', max_tokens=200, stream=True, ignore_eos=True)
+    with cut_short(service, 200):
+        with http.stream('POST', '/v1/completions', json=body) as r: next(r.iter_lines())
+        assert unload(http, 'spare').status_code == 200
     assert version not in service.engine.store.folder.known and not service.engine.names.kept[version]
 
 def test_B50_parallel_loads_and_unloads_end_in_one_whole_state(http, service, oracle):

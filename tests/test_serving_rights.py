@@ -16,6 +16,7 @@ from serving.settings import Settings, check, from_environment
 from serving.signals import Signals, golden
 from redis_server import RedisServer
 import served
+from served import until
 
 SHOP, SLOW, BOSS = 'shop-key-0123456789', 'slow-key-0123456789', 'boss-key-0123456789'
 
@@ -94,10 +95,6 @@ def test_an_unsigned_or_tampered_adapter_is_refused(url, running, service):
     assert said.status_code == 400 and 'tampered' not in names(url, BOSS)
     audit = httpx.get(f'{url}/v1/lorajax/audit', headers={'authorization': f'Bearer {BOSS}'}).json()
     assert {('boss', 'note', 'tampered'), ('boss', 'note', 'unsigned')} <= {(a['actor'], a['action'], a['name']) for a in audit}
-
-def until(what, seconds=20):
-    end = time.monotonic() + seconds
-    while not what(): assert time.monotonic() < end; time.sleep(.05)
 
 def test_a_rollout_goes_forward_by_itself_and_users_stay_where_they_are(url, running, service, monkeypatch):
     make_version(running, 'beta', 'beta2', 30)
