@@ -11,6 +11,7 @@ import jax, jax.numpy as jnp
 from jax import Array
 from . import ops
 from .kernels import PagedGroup
+from .native import dot_xla
 from .ops import LoraGroup
 
 # %% auto #0
@@ -33,7 +34,7 @@ def swapped(
 # %% ../nbs/04b_gradients.ipynb #39dfc1db
 def _own(x, a, g, n, slots): # [T, k], [R, k] -> [T, R] float32, zero where the slot doesn't own the row
     at = slice(n - a.shape[0], n)
-    return jnp.where(g.owner[None, at] == slots[:, None], ops.dot(x, a) * g.scale[None, at], 0.)
+    return jnp.where(g.owner[None, at] == slots[:, None], dot_xla(x, a) * g.scale[None, at], 0.)
 
 def _rows_gradient(x, g, slots, dys): # x and m times dy as [T, width], in one dtype
     "Gradients of the group's `a` and `bs`, in float32."
@@ -41,8 +42,8 @@ def _rows_gradient(x, g, slots, dys): # x and m times dy as [T, width], in one d
     for n, b, dy in zip(accumulate(b.shape[0] for b in g.bs), g.bs, dys):
         h = _own(x, g.a[n-b.shape[0]:n], g, n, slots).astype(x.dtype)
         back = _own(dy, b, g, n, slots).astype(x.dtype)
-        das.append(ops.dot(back.T, x, over=0))
-        dbs.append(ops.dot(h.T, dy, over=0))
+        das.append(dot_xla(back.T, x, over=0))
+        dbs.append(dot_xla(h.T, dy, over=0))
     return jnp.concatenate(das), dbs
 
 # %% ../nbs/04b_gradients.ipynb #2a8f13f7

@@ -17,7 +17,7 @@ from .images import PageLayout
 from .kernels import PagedGroup, tiles_for
 from .ops import LoraGroup
 from .split import Split, put_weight, share
-from .working_set import GROUPS, layer_of
+from .working_set import GROUPS
 
 # %% auto #0
 __all__ = ['Linear', 'RMSNorm', 'rope_frequencies', 'rotate', 'Segment', 'split_tokens', 'join_tokens', 'Paged', 'WholeRows',
@@ -30,13 +30,12 @@ class Linear(nnx.Module):
         self.weight, self.axis = nnx.Param(weight), axis
         self.bias = None if bias is None else nnx.Param(bias)
 
-    def sum32(self, x, term=None): # [T, in], [T, out] float32 -> [T, out] float32
-        y = ops.dot(x, self.weight[...])
-        if self.axis: y, term = jax.lax.psum(y if term is None else y + term, self.axis), None
-        if self.bias is not None: y += self.bias[...][None].astype(jnp.float32)
-        return y if term is None else y + term
+    def sum32(self, x, times=ops.dot): # [T, in]; gives the product of `x` and the weight, terms included -> [T, out] float32
+        y = times(x, self.weight[...])
+        if self.axis: y = jax.lax.psum(y, self.axis)
+        return y if self.bias is None else y + self.bias[...][None].astype(jnp.float32)
 
-    def __call__(self, x, term=None): return self.sum32(x, term).astype(x.dtype)
+    def __call__(self, x, times=ops.dot): return self.sum32(x, times).astype(x.dtype)
 
 class RMSNorm(nnx.Module):
     "Root-mean-square norm over the last axis ([arXiv:1910.07467](https://arxiv.org/abs/1910.07467)), in float32."
@@ -125,32 +124,34 @@ class Layer(nnx.Module):
         self.o, self.down = (Linear(**w[m], axis=axis) for m in ('o', 'down'))
         if c.qk_norm: self.q_norm, self.k_norm = norm('q_norm'), norm('k_norm')
 
-    def attention(self, x, attend, rope, lora): # [T, D] -> [T, D]
+    def attention(self, x, attend, rope, product): # [T, D] -> [T, D]
         c, h = self.c, self.attn_norm(x)
-        qkv = self.qkv(h, lora('qkv', h)).reshape(len(x), c.n_heads + 2 * c.n_kv_heads, c.head_dim)
+        qkv = self.qkv(h, product('qkv')).reshape(len(x), c.n_heads + 2 * c.n_kv_heads, c.head_dim)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1)
         if c.qk_norm: q, k = self.q_norm(q), self.k_norm(k)
         y = attend(rotate(q, *rope), rotate(k, *rope), v).astype(x.dtype).reshape(len(x), c.q_width)
-        return self.o(y, lora('o', y))
+        return self.o(y, product('o'))
 
-    def mlp(self, x, lora): # [T, D] -> [T, D]
+    def mlp(self, x, product): # [T, D] -> [T, D]
         h = self.mlp_norm(x)
-        gate, up = jnp.split(self.gate_up.sum32(h, lora('gate_up', h)), 2, axis=-1)
+        gate, up = jnp.split(self.gate_up.sum32(h, product('gate_up')), 2, axis=-1)
         y = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return self.down(y, lora('down', y))
+        return self.down(y, product('down'))
 
 # %% ../nbs/09_model.ipynb #aef5e6de
-def _served(backend): return lambda x, g, slots, name, layer: ops.lora(x, g, slots, backend=backend)
+def _products(group, segments, slots, lora, layer, backend):
+    """A function from a name to the product of that linear: of activations [T, in] and weights, [T, out] float32.
 
-def _lora_terms(group, segments, slots, product, layer):
-    """A function from a group's name and activations [T, in] to its terms side by side, [T, sum of out] float32.
-
-    `group` gives the group of a name, or None; `slots` are those of each segment."""
-    def terms(name, x):
-        if (g := group(name)) is None: return None
-        own = (product(rows, g, slot, name, layer) for rows,slot in zip(split_tokens(x, segments), slots))
-        return join_tokens([jnp.concatenate(modules, axis=-1) for modules in own])
-    return terms
+    `group` gives the group of a name, or None; `slots` are those of each segment; `lora` as for `Decoder`."""
+    def product(name, x, w):
+        g, number = group(name), None if w.ndim == 2 else layer # the head has no layers
+        if g is None: return ops.dot(x, w, number, backend=backend)
+        parts = split_tokens(x, segments)
+        if lora is None and len(parts) == 1: return join_tokens([ops.linear(*parts, w, number, g, *slots, backend=backend)])
+        own = lora or (lambda x, g, slots, *_: ops.lora(x, g, slots, backend=backend))
+        terms = (own(rows, g, slot, name, layer) for rows,slot in zip(parts, slots))
+        return ops.dot(x, w, number, backend=backend) + join_tokens([jnp.concatenate(t, axis=-1) for t in terms])
+    return lambda name: partial(product, name)
 
 # %% ../nbs/09_model.ipynb #0b30e94b
 def _but_weights(operation, *_, **__): # whether a backward pass keeps its result; a layer's weights are cut out again
@@ -183,8 +184,7 @@ class Decoder(nnx.Module):
         positions = join_tokens([s.positions for s in segments])
         angles = positions[:, None].astype(jnp.float32) * rope_frequencies(self.c)[None]
         x = join_tokens([self._embed(s, groups.get('embed'), routing) for s in segments])
-        x, memory = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), segments, memory, groups, backend,
-                                 product or _served(backend), remat)
+        x, memory = self._layers(x, (jnp.cos(angles), jnp.sin(angles)), segments, memory, groups, backend, product, remat)
         return split_tokens(x, segments), memory
 
     def score(
@@ -198,7 +198,7 @@ class Decoder(nnx.Module):
         "The logits of what follows each state."
         h, head = self.norm(states), self.head or Linear(self.embed[...])
         alone = Segment(jnp.zeros((len(h), 1), jnp.int32), jnp.zeros((len(h), 1), jnp.int32), slots)
-        return head.sum32(h, _lora_terms(groups.get, [alone], [slots], product or _served(backend), 0)('head', h))
+        return head.sum32(h, _products(groups.get, [alone], [slots], product, 0, backend)('head'))
 
     def _embed(self, s, group, routing):
         x = self.embed[...][jnp.maximum(s.tokens, 0)]
@@ -226,12 +226,13 @@ class Decoder(nnx.Module):
             def group(name):
                 if name not in paged: return rows.get(name)
                 return paged[name].at(i, memory.words if isinstance(memory, Paged) else paged[name].words)
-            modules = nnx.merge(graph, jax.tree.map(lambda w: w[i], layers))
-            lora = _lora_terms(group, segments, slots, product, i)
-            x += modules.attention(x, attend, rope, lora)
-            return x + modules.mlp(x, lora), memory
+            modules = nnx.merge(graph, jax.tree.map(lambda w: w if w.ndim == 3 else w[i], layers))
+            products = _products(group, segments, slots, product, i, backend)
+            x += modules.attention(x, attend, rope, products)
+            return x + modules.mlp(x, products), memory
         def body(carry, numbers):
-            rows = {g: layer_of(groups[g], numbers[0]) for g in GROUPS if g in groups and g not in paged}
+            rows = {g: groups[g].at(numbers[0]) for g in GROUPS if g in groups and g not in paged}
+            if product: rows = {g: ops.in_one_piece(own, x.shape[1]) for g,own in rows.items()}
             return layer(*carry, *numbers, rows), None
         return jax.lax.scan(body, (x, memory), (jnp.arange(self.c.n_layers), windows))[0]
 

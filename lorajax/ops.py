@@ -6,7 +6,7 @@
 from __future__ import annotations
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Callable, NamedTuple
@@ -16,11 +16,13 @@ from .core import Refused, quoted
 from .attention import PagedKV, attend_paged_pallas, attend_paged_xla, rows_kv
 from .hopper import lora_hopper, not_on_hopper
 from .kernels import PagedGroup, TokenTiles, device, lora_pallas, paged_rows
+from .native import dot_native, dot_xla, layer_of, linear_native, lora_native, not_native_dot, not_native_lora
 from .ref import lora_ref, attend_ref
 
 # %% auto #0
-__all__ = ['BACKENDS', 'TRACED', 'LoraGroup', 'in_one_piece', 'dot', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla',
-           'attend_pages_ref', 'Backend', 'asked_for', 'check_backend', 'choose', 'lora', 'attend', 'attend_pages']
+__all__ = ['BACKENDS', 'TRACED', 'LoraGroup', 'in_one_piece', 'lora_xla_decode', 'lora_xla', 'lora_each', 'attend_xla',
+           'attend_pages_ref', 'Backend', 'asked_for', 'check_backend', 'choose', 'dot', 'lora', 'linear', 'attend',
+           'attend_pages']
 
 # %% ../nbs/04_ops.ipynb #91dc0ba1
 @jax.tree_util.register_dataclass
@@ -32,6 +34,10 @@ class LoraGroup:
     scale: Array # [R] float32 factor of each row: a weight in a sum, say; alpha/r is in `bs` already
     owner: Array # [R] int32 slot of each rank row; -1 for padding
     rows: tuple[Array, ...] # m times [slots, M_m] int32, a slot's rows of `bs[m]`, filled up with R_m; slot 0 has none
+    layer: Array|None = None # [] int32, the one that is meant of those stacked
+
+    def at(self, layer:Array): return replace(self, layer=layer) # the same rows, for another layer
+
 
 # %% ../nbs/04_ops.ipynb #f17aee95
 def in_one_piece(
@@ -39,7 +45,9 @@ def in_one_piece(
     n_in:int, # width of the input
 ) -> LoraGroup: # of one layer
     "The group's rank rows, one after another."
-    if isinstance(g, LoraGroup): return g
+    if isinstance(g, LoraGroup):
+        a, scale, *bs = (layer_of(m, g.layer) for m in (g.a, g.scale, *g.bs))
+        return replace(g, a=a, bs=tuple(bs), scale=scale, layer=None)
     def mine(first, owner): # [slots, N·8]
         at = first[:-1, None] * 8 + jnp.arange(len(owner), dtype=jnp.int32)[None]
         return jnp.where(at < first[1:, None] * 8, at, len(owner))
@@ -48,14 +56,7 @@ def in_one_piece(
     return LoraGroup(a, bs, scale, owners, tuple(map(mine, g.first, owner)))
 
 # %% ../nbs/04_ops.ipynb #e9fde734
-def dot(
-    x:Array, # [T, in]
-    w:Array, # [out, in], or [in, out] with `over=0`
-    over:int=1, # the axis of `w` that is summed over
-) -> Array: # [T, out] float32
-    "`x` times a matrix, summed in float32."
-    rows = jnp.concatenate([x, x]) if len(x) == 1 else x
-    return jax.lax.dot_general(rows, w, (((1,), (over,)), ((), ())), preferred_element_type=jnp.float32)[:len(x)]
+def _dot_of_layer(x, w, layer=None): return dot_xla(x, layer_of(w, layer))
 
 # %% ../nbs/04_ops.ipynb #c7ac033d
 def lora_xla_decode(
@@ -64,10 +65,10 @@ def lora_xla_decode(
     slots:Array, # [B] int32 slot of each row; 0 for none
 ) -> tuple[Array, ...]: # m times [B, 1, out_m] float32
     "Every token with every rank row, then a mask: each weight is read once."
-    h = dot(x[:, 0], g.a)
+    h = dot_xla(x[:, 0], g.a)
     h = jnp.where(g.owner[None] == slots[:, None], h * g.scale[None], 0.).astype(g.a.dtype)
     ends = accumulate(b.shape[0] for b in g.bs)
-    return tuple(dot(h[:, n-b.shape[0]:n], b, over=0)[:, None] for n,b in zip(ends, g.bs))
+    return tuple(dot_xla(h[:, n-b.shape[0]:n], b, over=0)[:, None] for n,b in zip(ends, g.bs))
 
 # %% ../nbs/04_ops.ipynb #139d5237
 def lora_xla(
@@ -158,6 +159,10 @@ def _one_query_on_cuda(q, kv, positions, window):
     if (platform := device()[0]) == 'gpu': return _one_query(q, kv, positions, window)
     return f'the device is a {platform}; this kernel wants a CUDA GPU (pallas-interpret runs anywhere, slowly)'
 
+def _natively(x, g, slots):
+    if isinstance(g, PagedGroup): return 'the rank rows are in pages; this form reads them in one piece'
+    return not_native_lora(x, g, slots)
+
 def _one_token(x, g, slots):
     if x.shape[1] != 1: return f'there are {x.shape[1]} tokens a row; this form takes one'
     return _same_dtype(x, g, slots)
@@ -171,9 +176,13 @@ def _on_rows(run):
 def _hopper(x, g, slots): return lora_hopper(x, g, _slot_of_each(slots))
 
 BACKENDS = {
+    'dot': {'native': Backend(dot_native, not_native_dot),
+            'xla': Backend(_dot_of_layer, _can),
+            'ref': Backend(_dot_of_layer, _can)},
     'lora': {'pallas': Backend(lora_pallas, _on_cuda),
              'pallas-interpret': Backend(partial(lora_pallas, interpret=True), _paged, by_name=True),
              'hopper': Backend(_hopper, _on_hopper, by_name=True), # int8 slots would give NaN, and it can't see them
+             'native': Backend(lora_native, _natively),
              'xla-decode': Backend(_on_rows(lora_xla_decode), _one_token),
              'xla': Backend(_on_rows(lora_xla), _same_dtype),
              'ref': Backend(_on_rows(lora_each), _can)},
@@ -229,6 +238,16 @@ def _run(op, *arrays, backend):
     TRACED[op, name] += 1
     return BACKENDS[op][name].run(*arrays)
 
+def dot(
+    x:Array, # [T, in]
+    w:Array, # [out, in], or [L, out, in] of all layers
+    layer:Array|None=None, # [] int32, the one that is meant
+    *,
+    backend:str|None=None, # a name in `BACKENDS['dot']`
+) -> Array: # [T, out] float32
+    "`x·Wᵀ`, summed in float32."
+    return _run('dot', x, w, layer, backend=backend)
+
 def lora(
     x:Array, # [B, S, in] tokens of each row
     g:LoraGroup|PagedGroup, # rank rows of the modules that share the input, of one layer
@@ -238,6 +257,24 @@ def lora(
 ) -> tuple[Array, ...]: # m times [B, S, out_m] float32, to be added to the base's outputs
     "The LoRA terms of the modules that share the input `x`."
     return _run('lora', x, g, slots, backend=backend)
+
+def linear(
+    x:Array, # [B, S, in] tokens of each row
+    w:Array, # as for `dot`: of all the group's modules, one after another
+    layer:Array|None, # [] int32, as for `dot`
+    g:LoraGroup|PagedGroup, # as for `lora`
+    slots:Array|TokenTiles,
+    *,
+    backend:str|None=None,
+) -> Array: # [B, S, out] float32
+    "The base's product and the LoRA terms: `dot` and `lora`, in one call where both are native."
+    flat = x.reshape(-1, x.shape[2])
+    native = [(op, choose(op, *arrays, backend=backend)) for op,arrays in (('dot', (flat, w, layer)), ('lora', (x, g, slots)))]
+    if {name for _,name in native} == {'native'}:
+        TRACED.update(native)
+        return linear_native(flat, w, g, slots)[:, None]
+    terms = jnp.concatenate(lora(x, g, slots, backend=backend), axis=2)
+    return dot(flat, w, layer, backend=backend).reshape(terms.shape) + terms
 
 def attend(
     q:Array, # [B, S, H, C] queries, already rotated

@@ -12,7 +12,7 @@ from .adapters import Adapter
 from .ops import LoraGroup
 
 # %% auto #0
-__all__ = ['RANK_BLOCK', 'GROUPS', 'working_set', 'layer_of']
+__all__ = ['RANK_BLOCK', 'GROUPS', 'working_set']
 
 # %% ../nbs/04a_working_set.ipynb #0ad5955c
 RANK_BLOCK = 8 # rank rows come in blocks of 8: the smallest tile that every backend can load
@@ -64,11 +64,3 @@ def working_set(
         if one := _group(adapters, [[path]], shapes, dtype):
             groups[g] = replace(one, a=one.a[0].T if g == 'embed' else one.a[0], bs=(one.bs[0][0],), scale=one.scale[0])
     return {g: jax.tree.map(jnp.asarray, group) for g,group in groups.items() if group}
-
-# %% ../nbs/04a_working_set.ipynb #6fd5bc98
-def layer_of(
-    g:LoraGroup, # of all layers
-    i:int, # which
-) -> LoraGroup: # of one layer
-    "One layer's part of a group."
-    return replace(g, a=g.a[i], bs=tuple(b[i] for b in g.bs), scale=g.scale[i])

@@ -10,7 +10,7 @@ import psutil
 from quiet import chosen, figure, ratio, take_turns
 
 ROWS, PROMPT, NEW, RANK = 8, 64, 64, 16
-PRODUCTS = 'products alone'
+PRODUCTS, XLAS = 'products alone', "XLA's products"
 LINEARS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 
 def prompts():
@@ -35,11 +35,12 @@ def ours(base, adapter_folders):
     cases = {'base': ({}, [0] * ROWS), 'one adapter': (group(adapters[:1]), [1] * ROWS),
              'eight adapters': (group(adapters), list(range(1, ROWS + 1)))}
     for case in cases.values(): once(*case)
-    things = {name: (lambda case=case: once(*case)) for name,case in cases.items()} | {PRODUCTS: products(base)}
+    things = {name: (lambda case=case: once(*case)) for name,case in cases.items()}
+    things |= {PRODUCTS: products(base, None), XLAS: products(base, 'dot=xla')}
     return things, {name: base.nbytes + sum(x.nbytes for x in jax.tree.leaves(groups)) for name,(groups,_) in cases.items()}
 
-def products(base):
-    "A decode step's products with the base's weights and nothing else: what XLA leaves of the memory's speed."
+def products(base, backend):
+    "A decode step's products with the base's weights and nothing else: what they leave of the memory's speed."
     import jax, jax.numpy as jnp
     from lorajax.ops import dot
     layers = base.decoder.layers
@@ -47,9 +48,9 @@ def products(base):
     @jax.jit
     def step(x, stacks, head):
         def layer(x, i):
-            for w in stacks: x = dot(x[:, :w.shape[2]], w[i]).astype(base.dtype)
+            for w in stacks: x = dot(x[:, :w.shape[2]], w, i, backend=backend).astype(base.dtype)
             return x, None
-        return dot(jax.lax.scan(layer, x, jnp.arange(len(stacks[0])))[0], head)
+        return dot(jax.lax.scan(layer, x, jnp.arange(len(stacks[0])))[0], head, backend=backend)
     x = jnp.ones((ROWS, base.config.width), base.dtype)
     def once():
         start = time.perf_counter()
@@ -120,10 +121,12 @@ def shown(runs, weights, speed):
         yield figure('batch', f'{name}, prefill', 'tokens/s', runs[name], lambda r: ROWS * PROMPT / r['prefill'])
         yield figure('batch', f'{name}, decode', 'tokens/s', runs[name], lambda r: ROWS * (NEW - 1) / r['decode'],
                      limits(weights[name], step, speed))
-    for name in (name for name in runs if name != PRODUCTS):
+    for name in (name for name in runs if name not in (PRODUCTS, XLAS)):
         yield figure('batch', f'{name}, all new', 'tokens/s', runs[name], lambda r: ROWS * NEW / r['total'])
     base, mixed = runs['base'], runs['eight adapters']
-    yield ratio('batch', 'products alone / base', runs[PRODUCTS], base, 'decode', "XLA's products in the time of a step")
+    yield ratio('batch', 'products alone / base', runs[PRODUCTS], base, 'decode', 'in the time of a step')
+    yield ratio('batch', "XLA's products / ours", runs[XLAS], runs[PRODUCTS], 'decode', 'times as long')
+    yield ratio('batch', 'one adapter / base, decode', base, runs['one adapter'], 'decode')
     yield ratio('batch', 'eight adapters / base, decode', base, mixed, 'decode')
     yield ratio('batch', 'eight adapters / base, all new', base, mixed, 'total')
     if peers := runs.get('PEFT, eight adapters'):
