@@ -25,7 +25,7 @@ __all__ = ['Linear', 'RMSNorm', 'rope_frequencies', 'rotate', 'Segment', 'split_
 
 # %% ../nbs/09_model.ipynb #d5928572
 class Linear(nnx.Module):
-    "`x·Wᵀ + bias + term`, summed in float32 and rounded once to the activations' dtype."
+    "`x·Wᵀ + term + bias`, summed in float32 and rounded once to the activations' dtype."
     def __init__(self, weight, bias=None, axis=None): # [out, in]; [out]; mesh axis along which the inputs are divided
         self.weight, self.axis = nnx.Param(weight), axis
         self.bias = None if bias is None else nnx.Param(bias)
@@ -124,34 +124,34 @@ class Layer(nnx.Module):
         self.o, self.down = (Linear(**w[m], axis=axis) for m in ('o', 'down'))
         if c.qk_norm: self.q_norm, self.k_norm = norm('q_norm'), norm('k_norm')
 
-    def attention(self, x, attend, rope, product): # [T, D] -> [T, D]
+    def attention(self, x, attend, rope, times): # [T, D] -> [T, D]
         c, h = self.c, self.attn_norm(x)
-        qkv = self.qkv(h, product('qkv')).reshape(len(x), c.n_heads + 2 * c.n_kv_heads, c.head_dim)
+        qkv = self.qkv(h, times('qkv')).reshape(len(x), c.n_heads + 2 * c.n_kv_heads, c.head_dim)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1)
         if c.qk_norm: q, k = self.q_norm(q), self.k_norm(k)
         y = attend(rotate(q, *rope), rotate(k, *rope), v).astype(x.dtype).reshape(len(x), c.q_width)
-        return self.o(y, product('o'))
+        return self.o(y, times('o'))
 
-    def mlp(self, x, product): # [T, D] -> [T, D]
+    def mlp(self, x, times): # [T, D] -> [T, D]
         h = self.mlp_norm(x)
-        gate, up = jnp.split(self.gate_up.sum32(h, product('gate_up')), 2, axis=-1)
+        gate, up = jnp.split(self.gate_up.sum32(h, times('gate_up')), 2, axis=-1)
         y = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return self.down(y, product('down'))
+        return self.down(y, times('down'))
 
 # %% ../nbs/09_model.ipynb #aef5e6de
-def _products(group, segments, slots, lora, layer, backend):
-    """A function from a name to the product of that linear: of activations [T, in] and weights, [T, out] float32.
+def _times(group, segments, slots, lora, layer, backend):
+    """A function from a linear's name to its product: of activations [T, in] and weights, [T, out] float32.
 
-    `group` gives the group of a name, or None; `slots` are those of each segment; `lora` as for `Decoder`."""
-    def product(name, x, w):
+    `group` gives the group of a name, or None; `slots` are those of each segment; `lora` is None, or as `Decoder`'s `product`."""
+    of_tokens = jnp.concatenate([jnp.repeat(s.slots, s.tokens.shape[1]) for s in segments])
+    def times(name, x, w):
         g, number = group(name), None if w.ndim == 2 else layer # the head has no layers
         if g is None: return ops.dot(x, w, number, backend=backend)
-        parts = split_tokens(x, segments)
-        if lora is None and len(parts) == 1: return join_tokens([ops.linear(*parts, w, number, g, *slots, backend=backend)])
+        if lora is None and (y := ops.linear(x, w, number, g, of_tokens, backend=backend)) is not None: return y
         own = lora or (lambda x, g, slots, *_: ops.lora(x, g, slots, backend=backend))
-        terms = (own(rows, g, slot, name, layer) for rows,slot in zip(parts, slots))
+        terms = (own(rows, g, slot, name, layer) for rows,slot in zip(split_tokens(x, segments), slots))
         return ops.dot(x, w, number, backend=backend) + join_tokens([jnp.concatenate(t, axis=-1) for t in terms])
-    return lambda name: partial(product, name)
+    return lambda name: partial(times, name)
 
 # %% ../nbs/09_model.ipynb #0b30e94b
 def _but_weights(operation, *_, **__): # whether a backward pass keeps its result; a layer's weights are cut out again
@@ -198,7 +198,7 @@ class Decoder(nnx.Module):
         "The logits of what follows each state."
         h, head = self.norm(states), self.head or Linear(self.embed[...])
         alone = Segment(jnp.zeros((len(h), 1), jnp.int32), jnp.zeros((len(h), 1), jnp.int32), slots)
-        return head.sum32(h, _products(groups.get, [alone], [slots], product, 0, backend)('head'))
+        return head.sum32(h, _times(groups.get, [alone], [slots], product, 0, backend)('head'))
 
     def _embed(self, s, group, routing):
         x = self.embed[...][jnp.maximum(s.tokens, 0)]
@@ -227,9 +227,9 @@ class Decoder(nnx.Module):
                 if name not in paged: return rows.get(name)
                 return paged[name].at(i, memory.words if isinstance(memory, Paged) else paged[name].words)
             modules = nnx.merge(graph, jax.tree.map(lambda w: w if w.ndim == 3 else w[i], layers))
-            products = _products(group, segments, slots, product, i, backend)
-            x += modules.attention(x, attend, rope, products)
-            return x + modules.mlp(x, products), memory
+            times = _times(group, segments, slots, product, i, backend)
+            x += modules.attention(x, attend, rope, times)
+            return x + modules.mlp(x, times), memory
         def body(carry, numbers):
             rows = {g: groups[g].at(numbers[0]) for g in GROUPS if g in groups and g not in paged}
             if product: rows = {g: ops.in_one_piece(own, x.shape[1]) for g,own in rows.items()}

@@ -4,19 +4,21 @@
 
 # %% ../nbs/03c_native.ipynb #210e0dca
 from __future__ import annotations
-import ctypes, os, shutil, subprocess
+import ctypes, os, shlex, shutil, subprocess, threading
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 import jax, jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 from .core import Refused
 from .kernels import device
 
 # %% auto #0
-__all__ = ['SHARED', 'VECTORS', 'PRODUCT', 'TERMS', 'HANDLERS', 'dot_xla', 'compiled', 'registered', 'layer_of', 'dot_native',
-           'not_native_dot', 'linear_native', 'lora_native', 'not_native_lora']
+__all__ = ['SHARED', 'VECTORS', 'PRODUCT', 'TERMS', 'HANDLERS', 'MOST_TOKENS', 'dot_xla', 'compiled', 'registered', 'layer_of',
+           'differentiable', 'dot_native', 'not_native_dot', 'linear_native', 'lora_native', 'not_native_lora']
 
 # %% ../nbs/03c_native.ipynb #c8dbf4ae
 def dot_xla(
@@ -55,25 +57,36 @@ static void work(Job *j) {
 static void leave(Job *j) { if (atomic_fetch_sub(&j->users, 1) == 1) free(j); }
 static void help(void *j) { work(j), leave(j); }
 
+static int failed(const XLA_FFI_CallFrame *f, XLA_FFI_Error *e) {
+  XLA_FFI_Error_Destroy_Args d = {sizeof d, NULL, e};
+  if (e) f->api->XLA_FFI_Error_Destroy(&d);
+  return e != NULL;
+}
+
 static void share(const XLA_FFI_CallFrame *f, Piece *piece, const void *task, int64_t first, int64_t pieces, int64_t bytes) {
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args n = {sizeof n, NULL, f->ctx, &threads};
-  f->api->XLA_FFI_ThreadPool_NumThreads(&n);
+  if (failed(f, f->api->XLA_FFI_ThreadPool_NumThreads(&n))) threads = 1; // there is no pool
   if (threads > bytes / WORTH) threads = bytes / WORTH;
   if (threads < 1) threads = 1;
   Job *j = malloc(sizeof *j);
   *j = (Job){piece, task, first, pieces, 0, 0, threads};
   XLA_FFI_ThreadPool_Schedule_Args s = {sizeof s, NULL, f->ctx, help, j};
-  while (--threads > 0) if (f->api->XLA_FFI_ThreadPool_Schedule(&s)) leave(j);
+  while (--threads > 0) if (failed(f, f->api->XLA_FFI_ThreadPool_Schedule(&s))) leave(j);
   work(j);
   while (atomic_load(&j->done) < pieces) sched_yield();
   leave(j);
 }
 '''
 
-# %% ../nbs/03c_native.ipynb #486cf917
+# %% ../nbs/03c_native.ipynb #cccdcfdb
 VECTORS = r'''
-enum { LANES = 16, PAIRS = 2 * LANES, AHEAD = 4608 };
+#ifdef __AVX512F__
+enum { LANES = 16, FEW = 8 }; // numbers of a vector; tokens whose sums fit into the registers
+#else
+enum { LANES = 8, FEW = 4 };
+#endif
+enum { PAIRS = 2 * LANES, AHEAD = 4608 };
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
@@ -87,7 +100,7 @@ INLINE float sum(floats v) {
   return s[0];
 }
 
-static void split(float *to, const uint16_t *x, int64_t size) { // pairs -> 16 first ones, then 16 second ones
+static void split(float *to, const uint16_t *x, int64_t size) { // LANES pairs -> their first ones, then their second ones
   for (int64_t k = 0; k < size; k += PAIRS) {
     words w = *(const words *)(x + k);
     floats two[2] = {low(w), high(w)};
@@ -96,7 +109,7 @@ static void split(float *to, const uint16_t *x, int64_t size) { // pairs -> 16 f
 }
 
 INLINE void some_dots(float *y, const uint16_t *w, const floats **x, int64_t in, int n) {
-  floats sums[8][2] = {0};
+  floats sums[FEW][2] = {0};
   for (int64_t k = 0; k < in / PAIRS; k++) {
     words pairs = *(const words *)(w + k * PAIRS);
     __builtin_prefetch((const char *)(w + k * PAIRS) + AHEAD);
@@ -106,10 +119,12 @@ INLINE void some_dots(float *y, const uint16_t *w, const floats **x, int64_t in,
 }
 
 static void dots(float *y, const uint16_t *w, const floats **x, int64_t in, int64_t n) { // of one row of w with n of x, to 8
-  if (n > 4) some_dots(y, w, x, in, 8);
-  else if (n > 2) some_dots(y, w, x, in, 4);
-  else if (n > 1) some_dots(y, w, x, in, 2);
-  else some_dots(y, w, x, in, 1);
+  for (int64_t t = 0; t < n; t += FEW) {
+    if (n - t > 4 && FEW > 4) some_dots(y + t, w, x + t, in, FEW);
+    else if (n - t > 2) some_dots(y + t, w, x + t, in, 4);
+    else if (n - t > 1) some_dots(y + t, w, x + t, in, 2);
+    else some_dots(y + t, w, x + t, in, 1);
+  }
 }
 '''
 
@@ -140,9 +155,10 @@ static int has_tiles = 0;
 
 static void ask_for_tiles(void) { has_tiles = !syscall(SYS_arch_prctl, 0x1023, 18); } // ARCH_REQ_XCOMP_PERM, XTILEDATA
 
+static const struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = { // of eight tiles
+  1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
+
 static void by_tiles(const Product *p, int64_t i) {
-  struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {1};
-  for (int t = 0; t < 8; t++) shapes.bytes[t] = 64, shapes.rows[t] = SIDE;
   _tile_loadconfig(&shapes);
   for (int64_t at = i * rows(p), last = end(p, i); at < last; at += STRIP) {
     int64_t o = at + STRIP <= last ? at : last - STRIP;
@@ -194,10 +210,10 @@ static void strip_piece(const void *p, int64_t i) { strip(p, i); }
 
 # %% ../nbs/03c_native.ipynb #e882292d
 TERMS = r'''
-enum { MODULES = 3, COLUMNS = 2 * LANES, RANK_ROWS = 8 };
+enum { MODULES = 3, COLUMNS = 2 * LANES, RANK_ROWS = 8, TOKENS = 8 };
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef float outputs __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef struct { int32_t slot; int64_t n, token[8], from[MODULES], to[MODULES]; } Few; // tokens of a slot, and its rank rows
+typedef struct { int32_t slot; int64_t n, token[TOKENS], from[MODULES], to[MODULES]; } Few; // of a slot; and its rank rows
 typedef struct {
   const uint16_t *a, *b[MODULES]; const float *scale; const int32_t *owner; const floats *x; float *h; Few *few;
   int64_t in, ranks, modules, first[MODULES + 1], out[MODULES], n_few;
@@ -215,28 +231,28 @@ static float rounded(float v) { // to bfloat16, to the nearest, half to even
 static void shrink(const Terms *p, int64_t i) {
   for (int64_t r = i * RANK_ROWS; r < p->ranks && r < (i + 1) * RANK_ROWS; r++)
     for (const Few *c = p->few; c < p->few + p->n_few; c++) if (c->slot == p->owner[r]) {
-      const floats *x[8];
-      float h[8];
-      for (int j = 0; j < 8; j++) x[j] = p->x + c->token[j] * p->in / LANES;
+      const floats *x[TOKENS];
+      float h[TOKENS];
+      for (int j = 0; j < TOKENS; j++) x[j] = p->x + c->token[j] * p->in / LANES;
       dots(h, p->a + r * p->in, x, p->in, c->n);
       for (int j = 0; j < c->n; j++) p->h[c->token[j] * p->ranks + r] = rounded(h[j] * p->scale[r]);
     }
 }
 
-INLINE void some_terms(const Terms *p, const Few *c, int64_t m, int64_t column, float *y, int n) {
-  floats sums[8][2] = {0};
+INLINE void some_terms(const Terms *p, const Few *c, int64_t t, int64_t m, int64_t column, float *y, int n) { // c's from t on
+  floats sums[FEW][2] = {0};
   for (int64_t r = c->from[m]; r < c->to[m]; r++) if (p->owner[r] == c->slot) {
     const uint16_t *b = p->b[m] + (r - p->first[m]) * p->out[m] + column;
     __builtin_prefetch(b + 4 * COLUMNS);
     floats left = low(__builtin_convertvector(*(const halves *)b, words));
     floats right = low(__builtin_convertvector(*(const halves *)(b + LANES), words));
     for (int j = 0; j < n; j++) {
-      float h = p->h[c->token[j] * p->ranks + r];
+      float h = p->h[c->token[t + j] * p->ranks + r];
       sums[j][0] += h * left, sums[j][1] += h * right;
     }
   }
-  for (int j = 0; j < c->n; j++)
-    for (int i = 0; i < 2; i++) *(outputs *)(y + c->token[j] * p->base.out + i * LANES) += sums[j][i];
+  for (int j = 0; j < n && t + j < c->n; j++)
+    for (int i = 0; i < 2; i++) *(outputs *)(y + c->token[t + j] * p->base.out + i * LANES) += sums[j][i];
 }
 
 static void expand(const Terms *p, int64_t i) {
@@ -244,12 +260,13 @@ static void expand(const Terms *p, int64_t i) {
   int64_t m = i % p->modules;
   float *y = p->base.y;
   for (int64_t before = 0; before < m; before++) y += p->out[before];
-  for (int64_t at = 0; at < p->out[m]; at += COLUMNS) {
-    if (c->n > 4) some_terms(p, c, m, at, y + at, 8);
-    else if (c->n > 2) some_terms(p, c, m, at, y + at, 4);
-    else if (c->n > 1) some_terms(p, c, m, at, y + at, 2);
-    else some_terms(p, c, m, at, y + at, 1);
-  }
+  for (int64_t at = 0; at < p->out[m]; at += COLUMNS)
+    for (int64_t t = 0; t < c->n; t += FEW) {
+      if (c->n - t > 4 && FEW > 4) some_terms(p, c, t, m, at, y + at, FEW);
+      else if (c->n - t > 2) some_terms(p, c, t, m, at, y + at, 4);
+      else if (c->n - t > 1) some_terms(p, c, t, m, at, y + at, 2);
+      else some_terms(p, c, t, m, at, y + at, 1);
+    }
 }
 
 static int64_t shrinks(const Terms *p) { return (p->ranks + RANK_ROWS - 1) / RANK_ROWS; }
@@ -263,9 +280,9 @@ static void linear_piece(const void *task, int64_t i) {
 
 static void gather(Terms *p, const int32_t *slots) { // the tokens of each slot; places that nobody has repeat a token
   for (int64_t t = 0, i; t < p->base.tokens; t++) if (slots[t]) {
-    for (i = p->n_few - 1; i >= 0 && !(p->few[i].slot == slots[t] && p->few[i].n < 8); i--);
-    if (i < 0) p->few[i = p->n_few++] = (Few){slots[t]};
-    for (int64_t j = p->few[i].n++; j < 8; j++) p->few[i].token[j] = t;
+    for (i = p->n_few - 1; i >= 0 && !(p->few[i].slot == slots[t] && p->few[i].n < TOKENS); i--);
+    if (i < 0) p->few[i = p->n_few++] = (Few){.slot = slots[t]};
+    for (int64_t j = p->few[i].n++; j < TOKENS; j++) p->few[i].token[j] = t;
   }
 }
 
@@ -316,16 +333,16 @@ XLA_FFI_Error *dot(XLA_FFI_CallFrame *f) { // x, w, layer -> y
   return NULL;
 }
 
-XLA_FFI_Error *linear(XLA_FFI_CallFrame *f) { // x, w (of no rows: none), layer, slots, a, scale, owner, b of each module -> y
+XLA_FFI_Error *linear(XLA_FFI_CallFrame *f) { // x, w (of no rows: none), its layer; slots, layer, a, scale, owner, bs -> y
   if (asks_for_version(f)) return NULL;
-  const XLA_FFI_Buffer *x = given(f, 0), *w = given(f, 1), *scale = given(f, 5), *y = f->rets.rets[0];
-  int32_t layer = *(int32_t *)given(f, 2)->data;
-  Terms p = {.a = matrix(given(f, 4), layer), .owner = given(f, 6)->data, .in = dim(x, 1), .ranks = dim(scale, 1),
-             .modules = f->args.size - 7};
-  p.base = (Product){.w = dim(w, 2) ? matrix(w, layer) : NULL, .y = y->data, .tokens = dim(x, 2), .in = p.in, .out = dim(y, 1)};
+  const XLA_FFI_Buffer *x = given(f, 0), *w = given(f, 1), *scale = given(f, 6), *y = f->rets.rets[0];
+  int32_t layer = *(int32_t *)given(f, 4)->data;
+  Terms p = {.a = matrix(given(f, 5), layer), .owner = given(f, 7)->data, .in = dim(x, 1), .ranks = dim(scale, 1),
+             .modules = f->args.size - 8};
+  p.base = (Product){.w = dim(w, 2) ? matrix(w, *(int32_t *)given(f, 2)->data) : NULL, .y = y->data, .tokens = dim(x, 2), .in = p.in, .out = dim(y, 1)};
   p.scale = (float *)scale->data + (scale->rank == 2 ? layer * p.ranks : 0);
   for (int64_t m = 0; m < p.modules; m++) {
-    const XLA_FFI_Buffer *b = given(f, 7 + m);
+    const XLA_FFI_Buffer *b = given(f, 8 + m);
     p.b[m] = matrix(b, layer), p.out[m] = dim(b, 1), p.first[m + 1] = p.first[m] + dim(b, 2);
   }
   prepare(&p.base, x->data);
@@ -336,7 +353,7 @@ XLA_FFI_Error *linear(XLA_FFI_CallFrame *f) { // x, w (of no rows: none), layer,
 
 int64_t most_tokens(void) { // of a product
   ask_for_tiles();
-  return has_tiles ? 64 : 8;
+  return has_tiles ? 128 : 8;
 }
 '''
 
@@ -346,20 +363,27 @@ def compiled(
 ) -> ctypes.CDLL:
     "The C code for this machine's processor; `Refused`, with the reason, when it can't be made."
     name = os.environ.get('CC') or 'cc'
-    if not (compiler := shutil.which(name)): raise Refused(f'there is no C compiler {name!r}')
-    with TemporaryDirectory() as folder:
-        source, target = Path(folder) / 'native.c', Path(folder) / 'native.so'
-        source.write_text(SHARED + VECTORS + PRODUCT + TERMS + HANDLERS)
-        command = [compiler, '-O3', '-march=native', '-shared', '-fPIC', f'-I{jax.ffi.include_dir()}', *options]
-        done = subprocess.run([*command, source, '-o', target], capture_output=True, text=True)
-        errors = [line for line in done.stderr.splitlines() if 'error' in line] or [f'status {done.returncode}']
-        if done.returncode: raise Refused(f'the C compiler {name!r} fails ({errors[0]})')
-        try: return ctypes.CDLL(target)
-        except OSError as e: raise Refused(f'what the C compiler made cannot be loaded ({e})')
+    compiler = shlex.split(name)
+    if not shutil.which(compiler[0]): raise Refused(f'there is no C compiler {name!r}')
+    try:
+        with TemporaryDirectory() as folder:
+            source, target = Path(folder) / 'native.c', Path(folder) / 'native.so'
+            source.write_text(SHARED + VECTORS + PRODUCT + TERMS + HANDLERS)
+            flags = '-O3', '-march=native', '-shared', '-fPIC', f'-I{jax.ffi.include_dir()}'
+            done = subprocess.run([*compiler, *flags, *options, source, '-o', target], capture_output=True, text=True)
+            errors = [line for line in done.stderr.splitlines() if 'error' in line] or [f'status {done.returncode}']
+            if done.returncode: raise Refused(f'the C compiler {name!r} fails ({errors[0]})')
+            return ctypes.CDLL(target)
+    except OSError as e: raise Refused(f'C code cannot be compiled and loaded here ({e})')
 
-@cache
+_registering = threading.Lock() # programs may be traced by several threads at once
+
 def registered() -> tuple[int, str]: # most tokens of a product, 0 for none; why none
     "Makes the C functions known to XLA."
+    with _registering: return _registered()
+
+@cache
+def _registered():
     try: library = compiled()
     except Refused as e: return 0, str(e)
     for name in ('dot', 'linear'):
@@ -374,27 +398,48 @@ def layer_of(
     "One layer's part."
     return w if layer is None else w[layer]
 
-def _number(layer): return jnp.asarray(0 if layer is None else layer, jnp.int32)
+def differentiable(
+    fast:Callable, # of arrays
+    slow:Callable, # the same function
+) -> Callable:
+    "`fast`, with `slow`'s derivative."
+    f = jax.custom_jvp(fast)
+    def rule(primals, tangents):
+        (leaves, tree), given = jax.tree.flatten(primals), jax.tree.leaves(tangents)
+        live = [i for i,t in enumerate(given) if not isinstance(t, SymbolicZero)]
+        def of(*some):
+            new = dict(zip(live, some))
+            return slow(*jax.tree.unflatten(tree, [new.get(i, x) for i,x in enumerate(leaves)]))
+        return f(*primals), jax.jvp(of, [leaves[i] for i in live], [given[i] for i in live])[1]
+    f.defjvp(rule, symbolic_zeros=True)
+    return f
 
-@jax.custom_jvp
+def _number(w, layer): # -> [] int32 as `w[layer]` takes it
+    if layer is None: return jnp.int32(0)
+    layer, n = jnp.asarray(layer, jnp.int32), jnp.int32(len(w))
+    return jnp.clip(jnp.where(layer < 0, layer + n, layer), 0, n - 1)
+
+def _call(name, x, columns, *arrays): # -> [T, columns] float32
+    out = jax.ShapeDtypeStruct((len(x), columns), jnp.float32)
+    return jax.ffi.ffi_call(f'lorajax_{name}', out, vmap_method='sequential')(x, *arrays)
+
 def dot_native(
     x:Array, # [T, in] bfloat16
     w:Array, # [L, out, in] bfloat16, or [out, in]
     layer:Array|None=None, # [] int32, the one that is meant
 ) -> Array: # [T, out] float32
     "`dot_xla` with one layer of `w`."
-    out = jax.ShapeDtypeStruct((len(x), w.shape[-2]), jnp.float32)
-    return jax.ffi.ffi_call('lorajax_dot', out)(x, w, _number(layer))
+    return _dot(x, w, layer)
 
-@dot_native.defjvp
-def _(primals, tangents):
-    (x, w, layer), (dx, dw, _) = primals, tangents
-    return dot_native(*primals), dot_xla(dx, layer_of(w, layer)) + dot_xla(x, layer_of(dw, layer))
+_dot = differentiable(lambda x, w, layer: _call('dot', x, w.shape[-2], w, _number(w, layer)),
+                      lambda x, w, layer: dot_xla(x, layer_of(w, layer)))
+
+MOST_TOKENS = 128 # of a product, on any machine
 
 def _not_here(*arrays): # for a product of these
     if (platform := device()[0]) != 'cpu': return f'the device is a {platform}; this product is for CPUs'
     if dtypes := {str(a.dtype) for a in arrays} - {'bfloat16'}: return f'operands are {min(dtypes)}; this product wants bfloat16'
-    if arrays[0].shape[-1] % 32: return f'the input has {arrays[0].shape[-1]} channels; this product wants a multiple of 32'
+    if not arrays[0].shape[-1] or arrays[0].shape[-1] % 32: return f'the input has {arrays[0].shape[-1]} channels; this product wants a multiple of 32'
 
 def not_native_dot(
     x:Array, # as for `dot_native`
@@ -404,28 +449,30 @@ def not_native_dot(
     "Why this machine, or these arrays, are not for it."
     if reason := _not_here(x, w): return reason
     if w.shape[-2] < 32: return f'there are {w.shape[-2]} outputs; this product wants 32 or more'
-    most, why = registered()
+    most, why = (MOST_TOKENS, '') if len(x) > MOST_TOKENS else registered()
     if len(x) > most: return why or f'there are {len(x)} tokens; this product takes {most} at most here'
 
 # %% ../nbs/03c_native.ipynb #0263115d
 def linear_native(
-    x:Array, # [B, in] bfloat16, one token a row
+    x:Array, # [T, in] bfloat16
     w:Array, # as for `dot_native`
+    layer:Array|None,
     g, # rank rows, in one piece
-    slots:Array, # [B] int32 slot of each row; 0 for none
-) -> Array: # [B, out] float32
+    slots:Array, # [T] int32 slot of each token; 0 for none
+) -> Array: # [T, out] float32
     "The base's product and the terms of the modules that it consists of, side by side."
-    out = jax.ShapeDtypeStruct((len(x), sum(b.shape[-1] for b in g.bs)), jnp.float32)
-    return jax.ffi.ffi_call('lorajax_linear', out)(x, w, _number(g.layer), slots, g.a, g.scale, g.owner, *g.bs)
+    facts = slots.astype(jnp.int32), _number(g.a, g.layer), g.a, g.scale.astype(jnp.float32), g.owner.astype(jnp.int32)
+    return _call('linear', x, sum(b.shape[-1] for b in g.bs), w, _number(w, layer), *facts, *g.bs)
 
 def lora_native(
-    x:Array, # [B, 1, in] bfloat16, one token a row
+    x:Array, # [B, S, in] bfloat16, tokens of each row
     g, # as for `linear_native`
     slots:Array, # [B] int32 slot of each row; 0 for none
-) -> tuple[Array, ...]: # m times [B, 1, out_m] float32
+) -> tuple[Array, ...]: # m times [B, S, out_m] float32
     "Every token with its own rank rows."
-    y = linear_native(x[:, 0], jnp.zeros((0, x.shape[2]), x.dtype), g, slots)
-    return tuple(jnp.split(y[:, None], list(accumulate(b.shape[-1] for b in g.bs))[:-1], axis=2))
+    (B, S, n_in), ends = x.shape, list(accumulate(b.shape[-1] for b in g.bs))
+    y = linear_native(x.reshape(B * S, n_in), jnp.zeros((0, n_in), x.dtype), None, g, jnp.repeat(slots, S))
+    return tuple(jnp.split(y.reshape(B, S, ends[-1]), ends[:-1], axis=2))
 
 def not_native_lora(
     x:Array, # as for `lora_native`
@@ -433,7 +480,7 @@ def not_native_lora(
     slots:Array,
 ) -> str|None: # None where `lora_native` can run
     "Why this machine, or these arrays, are not for it."
-    if x.shape[1] != 1: return f'there are {x.shape[1]} tokens a row; this form takes one'
+    if (tokens := x.shape[0] * x.shape[1]) > MOST_TOKENS: return f'there are {tokens} tokens; this form takes {MOST_TOKENS}'
     if reason := _not_here(x, g.a, *g.bs): return reason
     if odd := [b.shape[-1] for b in g.bs if b.shape[-1] % 32]: return f'a module has {odd[0]} outputs; this form wants a multiple of 32'
     if len(g.bs) > 3: return f'there are {len(g.bs)} modules; this form takes three'

@@ -16,7 +16,7 @@ from .core import Refused, quoted
 from .attention import PagedKV, attend_paged_pallas, attend_paged_xla, rows_kv
 from .hopper import lora_hopper, not_on_hopper
 from .kernels import PagedGroup, TokenTiles, device, lora_pallas, paged_rows
-from .native import dot_native, dot_xla, layer_of, linear_native, lora_native, not_native_dot, not_native_lora
+from .native import differentiable, dot_native, dot_xla, layer_of, linear_native, lora_native, not_native_dot, not_native_lora
 from .ref import lora_ref, attend_ref
 
 # %% auto #0
@@ -54,9 +54,6 @@ def in_one_piece(
     a, bs, scale, owner = zip(*paged_rows(g, n_in))
     a, scale, owners = map(jnp.concatenate, (a, scale, owner))
     return LoraGroup(a, bs, scale, owners, tuple(map(mine, g.first, owner)))
-
-# %% ../nbs/04_ops.ipynb #e9fde734
-def _dot_of_layer(x, w, layer=None): return dot_xla(x, layer_of(w, layer))
 
 # %% ../nbs/04_ops.ipynb #c7ac033d
 def lora_xla_decode(
@@ -134,6 +131,8 @@ class Backend(NamedTuple):
 
 def _can(*arrays): return None
 
+def _dot_of_layer(x, w, layer=None): return dot_xla(x, layer_of(w, layer))
+
 def _same_dtype(x, g, slots):
     dtype = g.dtype if isinstance(g, PagedGroup) else g.a.dtype
     if x.dtype == dtype: return None
@@ -182,7 +181,7 @@ BACKENDS = {
     'lora': {'pallas': Backend(lora_pallas, _on_cuda),
              'pallas-interpret': Backend(partial(lora_pallas, interpret=True), _paged, by_name=True),
              'hopper': Backend(_hopper, _on_hopper, by_name=True), # int8 slots would give NaN, and it can't see them
-             'native': Backend(lora_native, _natively),
+             'native': Backend(differentiable(lora_native, _on_rows(lora_xla)), _natively),
              'xla-decode': Backend(_on_rows(lora_xla_decode), _one_token),
              'xla': Backend(_on_rows(lora_xla), _same_dtype),
              'ref': Backend(_on_rows(lora_each), _can)},
@@ -258,23 +257,26 @@ def lora(
     "The LoRA terms of the modules that share the input `x`."
     return _run('lora', x, g, slots, backend=backend)
 
+def _linear_slowly(x, w, layer, g, slots):
+    terms = lora_xla_decode(x[:, None], in_one_piece(g, x.shape[1]), slots)
+    return _dot_of_layer(x, w, layer) + jnp.concatenate(terms, axis=2)[:, 0]
+
+_linear = differentiable(linear_native, _linear_slowly)
+
 def linear(
-    x:Array, # [B, S, in] tokens of each row
+    x:Array, # [T, in]
     w:Array, # as for `dot`: of all the group's modules, one after another
     layer:Array|None, # [] int32, as for `dot`
     g:LoraGroup|PagedGroup, # as for `lora`
-    slots:Array|TokenTiles,
+    slots:Array, # [T] int32 slot of each token; 0 for none
     *,
     backend:str|None=None,
-) -> Array: # [B, S, out] float32
-    "The base's product and the LoRA terms: `dot` and `lora`, in one call where both are native."
-    flat = x.reshape(-1, x.shape[2])
-    native = [(op, choose(op, *arrays, backend=backend)) for op,arrays in (('dot', (flat, w, layer)), ('lora', (x, g, slots)))]
-    if {name for _,name in native} == {'native'}:
-        TRACED.update(native)
-        return linear_native(flat, w, g, slots)[:, None]
-    terms = jnp.concatenate(lora(x, g, slots, backend=backend), axis=2)
-    return dot(flat, w, layer, backend=backend).reshape(terms.shape) + terms
+) -> Array|None: # [T, out] float32; None where it takes two calls
+    "What `dot` and `lora` give together, where both are native."
+    native = [(op, choose(op, *arrays, backend=backend)) for op,arrays in (('dot', (x, w, layer)), ('lora', (x[:, None], g, slots)))]
+    if {name for _,name in native} != {'native'}: return None
+    TRACED.update(native)
+    return _linear(x, w, layer, g, slots)
 
 def attend(
     q:Array, # [B, S, H, C] queries, already rotated

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 import jax, numpy as np, pytest, tokenizers
 import dense
-from lorajax import engine as engine_module
+from lorajax import engine as engine_module, native
 from lorajax.adapters import Adapter, LoraPair, invoked_at, random_adapter
 from lorajax.base import random_base
 from lorajax.core import ModelConfig, Refused, ResponseFormat, Sampling
@@ -455,3 +455,25 @@ def test_a_failed_engine_ends_every_answer_and_closes(monkeypatch):
     engine.close()
     folder, pools = engine.store.folder.path, (engine.store.loader, engine.residents.watch)
     assert not folder.exists() and not any(t.is_alive() for pool in pools for t in pool._threads)
+
+def test_a_bfloat16_engine_serves_what_float32_arithmetic_says(checked):
+    "On a CPU with a C compiler that is the native products: in decode steps, beside prompts, and with several adapters at once."
+    shape = replace(M0, n_kv_heads=4, vocab_size=320)
+    base, ids = random_base(shape, 'bfloat16'), [list(f'half of {i}'.encode()) for i in range(12)]
+    engine = checked(replace(SMALL, memory=320 << 10, outside=8), base)
+    adapters = {f'h{i}': random_adapter(shape, f'h{i}', 3 + 5 * i, LINEARS, seed=i, std=.3) for i in range(3)}
+    adapters['head'] = random_adapter(shape, 'head', 5, ('lm_head', 'q_proj'), std=.3)
+    for a in adapters.values(): engine.load(a)
+    use = [None, *adapters] * 3
+    out = generate(engine, ids, use[:12], replace(GREEDY, logprobs=1))
+    if native.registered()[0]: assert {'dot=native', 'lora=native'} <= set(engine.stats().ran)
+    weights = {k: w.astype(jax.numpy.bfloat16).astype('f4') for k,w in random_tensors(shape).items()}
+    def error(whose): # mean, in log-probability, if rows had used these adapters
+        found = []
+        for prompt, name, (one,) in zip(ids, whose, out):
+            w = dense.merged(weights, adapters[name].modules) if name else weights
+            told = jax.nn.log_softmax(dense.logits(shape, w, prompt + tokens(one)).astype(np.float32))
+            found += [abs(t.logprob - told[len(prompt) - 1 + i, t.token]) for i,t in enumerate(one.tokens)]
+        return np.mean(found)
+    right, wrong = error(use), error(use[1:] + use[:1])
+    assert right < .1 and wrong > 5 * right, (right, wrong)

@@ -1,6 +1,6 @@
 """The C products against float64 arithmetic, by tiles and by vectors, at every remainder; from many threads at once; and
 machines that can't have them."""
-import ctypes, platform
+import platform, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np, pytest
@@ -8,13 +8,13 @@ from lorajax import native, ops
 from lorajax.core import Refused
 from lorajax.ops import LoraGroup
 
-WAYS = ['here', 'vectors'] # what this processor has; without tiles
+INTEL = platform.machine() == 'x86_64'
+WAYS = dict(here=[], vectors=['-mno-amx-bf16'] if INTEL else [], narrow=['-march=haswell'] if INTEL else []) # this processor; older ones
 
 @cache
 def most_tokens(way):
     "Makes a way's functions known to XLA, as `here_dot` and so on."
-    options = ['-mno-amx-bf16'] if way == 'vectors' and platform.machine() == 'x86_64' else []
-    try: library = native.compiled(*options)
+    try: library = native.compiled(*WAYS[way])
     except Refused as e: pytest.skip(str(e))
     for name in ('dot', 'linear'):
         jax.ffi.register_ffi_target(f'{way}_{name}', jax.ffi.pycapsule(getattr(library, name)), platform='cpu')
@@ -38,7 +38,7 @@ def by_hand(x, w): # [T, in], [out, in]
 
 SIZES = [(1, 32, 32), (2, 64, 33), (3, 576, 960), (5, 96, 47), (8, 1536, 576), (8, 32, 5000), (7, 4096, 300)]
 
-@pytest.mark.parametrize('tokens, n_in, n_out', [*SIZES, (15, 64, 65), (16, 96, 64), (17, 64, 97), (33, 576, 192), (64, 96, 130)])
+@pytest.mark.parametrize('tokens, n_in, n_out', [*SIZES, (15, 64, 65), (16, 96, 64), (17, 64, 97), (33, 576, 192), (64, 96, 130), (128, 64, 34)])
 def test_products_of_all_remainders(most, tokens, n_in, n_out):
     if tokens > most: pytest.skip(f'{most} tokens at most')
     rng = np.random.default_rng(tokens)
@@ -101,7 +101,7 @@ def test_linears_with_terms(most, tokens, n_in, outs, ranks, slots):
     assert not np.concatenate(alone, axis=2)[:, 0][slots == 0].any()
     if tokens > most: return
     base = np.asarray(native.dot_native(jnp.array(x), jnp.array(w), jnp.int32(2)))
-    both = native.linear_native(jnp.array(x), jnp.array(w), g.at(2), jnp.array(slots))
+    both = native.linear_native(jnp.array(x), jnp.array(w), 2, g.at(2), jnp.array(slots))
     np.testing.assert_array_equal(both, base + np.concatenate(alone, axis=2)[:, 0])
 
 def test_many_threads_at_once(most):
@@ -109,11 +109,62 @@ def test_many_threads_at_once(most):
     rng = np.random.default_rng(0)
     x, w = jnp.array(half(rng, 8, 576)), jnp.array(half(rng, 2000, 576))
     g, slots = group_of(rng, 576, (992, 992), [[16] * 8] * 2).at(jnp.int32(1)), jnp.arange(1, 9, dtype=jnp.int32)
-    f = jax.jit(lambda: (native.dot_native(x, w), native.linear_native(x, w[:1984], g, slots)))
+    f = jax.jit(lambda: (native.dot_native(x, w), native.linear_native(x, w[:1984], None, g, slots)))
     want = jax.tree.map(np.asarray, f())
     with ThreadPoolExecutor(8) as pool:
         for got in pool.map(lambda _: jax.tree.map(np.asarray, f()), range(300)):
             for a, b in zip(got, want): np.testing.assert_array_equal(a, b)
+
+def linear(x, w, layer, g, slots, backend): # in one call or two, as the decoder does it
+    if (y := ops.linear(x, w, layer, g, slots, backend=backend)) is not None: return y
+    return ops.dot(x, w, layer, backend=backend) + jnp.concatenate(ops.lora(x[:, None], g, slots, backend=backend), axis=2)[:, 0]
+
+def test_rows_of_several_tokens(most):
+    rng, slots = np.random.default_rng(0), np.array([2, 0, 1], np.int32)
+    g, x = group_of(rng, 64, (64, 32), [[4, 9]] * 2), half(rng, 3, 11, 64)
+    ys = np.concatenate(native.lora_native(jnp.array(x), g.at(1), jnp.array(slots)), axis=2)
+    want, size = terms_by_hand(x.reshape(33, 64), g, np.repeat(slots, 11), 1)
+    assert (np.abs(ys.reshape(33, 96) - want) <= 2 ** -8 * size).all()
+
+def test_layers_count_from_the_end_and_stop_there_as_everywhere(most):
+    rng = np.random.default_rng(0)
+    x, w = jnp.array(half(rng, 4, 64)), jnp.array(half(rng, 3, 40, 64))
+    for layer in (-1, -3, 7): np.testing.assert_array_equal(native.dot_native(x, w, layer), native.dot_native(x, w[layer % 3 if layer < 0 else 2]))
+
+def test_a_batch_of_products(most):
+    rng = np.random.default_rng(0)
+    x, w = half(rng, 3, 4, 64), half(rng, 40, 64)
+    ys = jax.vmap(native.dot_native, (0, None))(jnp.array(x), jnp.array(w))
+    for y, own in zip(ys, x): close(y, *by_hand(own, w))
+
+def test_terms_are_differentiable_as_the_slow_forms():
+    if native.registered()[0] == 0: pytest.skip(native.registered()[1])
+    rng = np.random.default_rng(0)
+    g, x, w, slots = group_of(rng, 64, (64, 32), [[4, 9]] * 2), half(rng, 5, 64), half(rng, 3, 96, 64), jnp.array([1, 2, 0, 2, 1])
+    g = jax.tree.map(lambda m: jnp.nan_to_num(m) if m.dtype == jnp.bfloat16 else m, g)
+    def loss(op, backend):
+        def of(x, a, bs):
+            own = LoraGroup(a, bs, g.scale, g.owner, g.rows, jnp.int32(1))
+            if op == 'lora': y = jnp.concatenate(ops.lora(x[:, None], own, slots, backend=backend), axis=2)
+            else: y = linear(x, jnp.array(w), jnp.int32(1), own, slots, backend)
+            return (y ** 2).sum()
+        return jax.jit(jax.grad(of, (0, 1, 2)))(jnp.array(x), g.a, g.bs)
+    for op in ('lora', 'linear'):
+        pairs = zip(*(jax.tree.leaves(loss(op, b)) for b in (None, 'dot=xla,lora=xla-decode')))
+        for a, b in pairs: np.testing.assert_allclose(a.astype('f4'), b.astype('f4'), atol=.02 * np.abs(b.astype('f4')).max())
+
+def test_linear_takes_two_layers_by_their_own_numbers():
+    rng, slots = np.random.default_rng(0), jnp.array([1, 2, 0, 2, 1])
+    g, x, w = group_of(rng, 64, (64, 32), [[4, 9]] * 2), jnp.array(half(rng, 5, 64)), jnp.array(half(rng, 3, 96, 64))
+    own = ops.in_one_piece(g.at(0), 64)
+    for layer, group in ((2, own), (2, g.at(0)), (None, g.at(1))):
+        weights = w[1] if layer is None else w
+        ys = [linear(x, weights, layer, group, slots, b) for b in (None, 'dot=xla,lora=ref')]
+        np.testing.assert_allclose(*ys, rtol=2e-2, atol=2e-1)
+
+def test_nowhere_to_compile(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'nowhere'))
+    with pytest.raises(Refused, match='cannot be compiled and loaded here'): native.compiled()
 
 def test_it_is_differentiable():
     if native.registered()[0] == 0: pytest.skip(native.registered()[1])
@@ -124,10 +175,10 @@ def test_it_is_differentiable():
     want = jax.grad(loss(lambda x, w: native.dot_xla(x, w[1])), (0, 1))(x, w)
     for a, b in zip(got, want): np.testing.assert_allclose(a.astype('f4'), b.astype('f4'), rtol=2e-2, atol=1e-2)
 
-@pytest.mark.parametrize('compiler, says', [('nothing-here', "no C compiler 'nothing-here'"), ('false', "'false' fails (status 1)")])
+@pytest.mark.parametrize('compiler, says', [('nothing-here -m64', "no C compiler 'nothing-here -m64'"), ('false', "'false' fails (status 1)")])
 def test_a_machine_that_cannot_compile_goes_on_with_xla_and_says_why(monkeypatch, compiler, says):
     monkeypatch.setenv('CC', compiler)
-    found = native.registered.__wrapped__()
+    found = native._registered.__wrapped__()
     assert found[0] == 0 and says in found[1]
     monkeypatch.setattr(native, 'registered', lambda: found)
     rng = np.random.default_rng(0)
@@ -139,7 +190,7 @@ def test_a_machine_that_cannot_compile_goes_on_with_xla_and_says_why(monkeypatch
         assert says in str(e.value)
 
 @pytest.mark.parametrize('x, w, says', [((4, 64, 'f4'), (96, 64, 'f4'), 'operands are float32'), ((4, 40), (96, 40), '40 channels'),
-                                        ((4, 64), (31, 64), '31 outputs'), ((65, 64), (96, 64), '65 tokens')])
+                                        ((4, 64), (31, 64), '31 outputs'), ((129, 64), (96, 64), '129 tokens')])
 def test_what_it_is_not_for_is_named(x, w, says):
     make = lambda *shape: jax.ShapeDtypeStruct(shape[:2], shape[2] if len(shape) > 2 else jnp.bfloat16)
     if native.registered()[0] == 0: pytest.skip(native.registered()[1])
@@ -151,7 +202,13 @@ def test_what_ran_is_told_and_can_be_chosen(monkeypatch):
     x, w, g = jnp.array(half(rng, 4, 64)), jnp.array(half(rng, 3, 96, 64)), group_of(rng, 64, (96,), [[8, 3]]).at(1)
     slots = jnp.array([1, 0, 2, 1])
     monkeypatch.setattr(ops, 'TRACED', type(ops.TRACED)())
-    ys = [ops.linear(x[:, None], w, jnp.int32(1), g, slots, backend=b) for b in (None, 'lora=ref', 'dot=xla,lora=xla', 'ref')]
+    ys = [linear(x, w, jnp.int32(1), g, slots, b) for b in (None, 'lora=ref', 'dot=xla,lora=xla', 'ref')]
     assert ops.TRACED == {('dot', 'native'): 2, ('lora', 'native'): 1, ('lora', 'ref'): 2, ('dot', 'xla'): 1, ('lora', 'xla'): 1,
                           ('dot', 'ref'): 1}
     for y in ys: np.testing.assert_allclose(y, ys[-1], rtol=2e-2, atol=2e-1)
+
+def test_it_is_made_once_although_several_threads_ask_first(monkeypatch):
+    made = []
+    monkeypatch.setattr(native, '_registered', cache(lambda: made.append(1) or time.sleep(.05) or (8, '')))
+    with ThreadPoolExecutor(4) as pool: assert {*pool.map(lambda _: native.registered(), range(4))} == {(8, '')}
+    assert made == [1]
