@@ -420,6 +420,8 @@ def _number(w, layer): # -> [] int32 as `w[layer]` takes it
     return jnp.clip(jnp.where(layer < 0, layer + n, layer), 0, n - 1)
 
 def _call(name, x, columns, *arrays): # -> [T, columns] float32
+    most, why = registered()
+    if not most: raise Refused(why)
     out = jax.ShapeDtypeStruct((len(x), columns), jnp.float32)
     return jax.ffi.ffi_call(f'lorajax_{name}', out, vmap_method='sequential')(x, *arrays)
 
