@@ -38,7 +38,6 @@ class LoraGroup:
 
     def at(self, layer:Array): return replace(self, layer=layer) # the same rows, for another layer
 
-
 # %% ../nbs/04_ops.ipynb #f17aee95
 def in_one_piece(
     g:LoraGroup|PagedGroup,
@@ -273,9 +272,9 @@ def linear(
     backend:str|None=None,
 ) -> Array|None: # [T, out] float32; None where it takes two calls
     "What `dot` and `lora` give together, where both are native."
-    native = [(op, choose(op, *arrays, backend=backend)) for op,arrays in (('dot', (x, w, layer)), ('lora', (x[:, None], g, slots)))]
-    if {name for _,name in native} != {'native'}: return None
-    TRACED.update(native)
+    for op, arrays in dict(dot=(x, w, layer), lora=(x[:, None], g, slots)).items():
+        if choose(op, *arrays, backend=backend) != 'native': return None
+    TRACED.update([('dot', 'native'), ('lora', 'native')])
     return _linear(x, w, layer, g, slots)
 
 def attend(
